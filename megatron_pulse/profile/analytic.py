@@ -13,6 +13,7 @@ from megatron_pulse.backbone.token_slices import set_token_slices
 from megatron_pulse.profile.flops import FlashAttention
 from megatron_pulse.profile.layer_records import NO_SPREAD, LayerTimes
 from megatron_pulse.profile.mean_over_shapes import over_shapes
+from megatron_pulse.profile.measurement.context_rank import with_context_costs
 from megatron_pulse.profile.measurement.layer_call import (
     ExecutionModes,
     LayerCall,
@@ -77,32 +78,38 @@ def analyse(
     progress: bool = False,
     running: ExecutionModes | None = None,
     token_slices: Sequence[int] = (),
+    context: int = 1,
 ) -> Profile:
     """Profile of ``backbone`` on a device described by ``roofline``.
 
     Kernels run one after another, each at its roofline time (see ``devices`` and ``kernels``). With
     ``running``, the runtime's ``RUNNING``, bytes of deferred weight gradients and the effects of
     selective recomputation are included. A chain of several shapes is analysed at each (see
-    ``over_shapes``). ``token_slices`` are further numbers of slices, each with its own costs.
+    ``over_shapes``). ``token_slices`` are further numbers of slices, each with its own costs. With
+    ``context``, the layers are the share of one of so many context-parallel ranks, whose
+    collectives take no time.
 
     Raises ProfileError, and BackboneError naming every layer that does not fit its specs.
     """
     if backbone.num_shapes > 1:
         return over_shapes(
             backbone,
-            lambda one: analyse(one, micro_batch_sizes, roofline, recompute, progress, running),
+            lambda one: analyse(
+                one, micro_batch_sizes, roofline, recompute, progress, running, context=context
+            ),
         )
     counts = (1, *token_slices)
-    context, halved = meta_context(roofline.dtype), meta_context(roofline.dtype, tensor=2)
+    whole = meta_context(roofline.dtype, context=context)
+    halved = meta_context(roofline.dtype, tensor=2)
     counted: dict[str, tuple[ModuleSizes, dict[int, list[LayerWork]], float]] = {}
     kinds = [layer_kind(backbone, i) for i in range(len(backbone.layers))]
     layers = track(kinds, "counting", "layers", silent=not progress)
-    named = naming_module_faults(backbone, roofline.dtype)
+    named = naming_module_faults(backbone, roofline.dtype, context)
     with named, some_process_group(), torch.device("meta"):
         for i, kind in enumerate(layers):
             if kind in counted:
                 continue
-            module = backbone.layers[i].build(context)
+            module = backbone.layers[i].build(whole)
             samples = micro_batch_sizes[0]
             call = make_call(backbone, i, module, samples, roofline.dtype, "meta")
             held = module_sizes(module, call.forward, samples)
@@ -114,7 +121,7 @@ def analyse(
                         for size in micro_batch_sizes
                     ]
             share = 1.0
-            if can_halve(backbone, held):
+            if context == 1 and can_halve(backbone, held):
                 half = backbone.layers[i].build(halved)
                 most = max(range(len(micro_batch_sizes)), key=micro_batch_sizes.__getitem__)
                 again = count_work(backbone, i, half, micro_batch_sizes[most], roofline.dtype)
@@ -152,6 +159,24 @@ def analyse(
         skips=skips,
         conditioning=conditioning,
         versions={"torch": torch.__version__},
+    )
+
+
+def analyse_context(
+    profile: Profile,
+    backbone: Backbone,
+    roofline: Roofline,
+    running: ExecutionModes | None = None,
+) -> Profile:
+    """``profile`` of ``analyse`` with its costs of context parallelism.
+
+    Raises Faults if the tokens cannot be divided.
+    """
+    sizes = [max(profile.micro_batch_sizes)]
+    return with_context_costs(
+        profile,
+        backbone,
+        lambda part, size: analyse(part, sizes, roofline, running=running, context=size),
     )
 
 

@@ -27,7 +27,7 @@ _MOST_SUMS = 1000
 _OLDER: Mapping[type, Mapping[str, Any]] = {
     Profile: {
         **{"threads": 0, "transformer_impl": LOCAL, "token_slices": 1, "sliced": {}},
-        **{"shapes": [], "kinds": {}},
+        **{"shapes": [], "kinds": {}, "context": None},
     },
     ProfiledLayer: {
         **{"optimizer_s": 0.0, "sharded_time": 1.0, "frozen_parameters": 0},
@@ -68,8 +68,13 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def to_record(profile: Profile) -> dict[str, Any]:
-    """JSON object of a profile's file, without shapes, kinds and slices if there are none."""
+    """JSON object of a profile's file, without shapes, kinds, slices and ``context`` if there are
+    none.
+    """
     record = {"format": _FORMAT, **dataclasses.asdict(profile)}
+    for owner in (record, *record["shapes"]):
+        if owner["context"] is None:
+            del owner["context"]
     for name in ("shapes", "kinds", "sliced"):
         if not record[name]:
             del record[name]
@@ -110,7 +115,9 @@ def _with_current_form(record: Mapping[str, Any]) -> dict[str, Any]:
     found = {**_OLDER[Profile], **record}
     del found["format"]
     if isinstance(shapes := found["shapes"], list):
-        found["shapes"] = [dict(row) if isinstance(row, dict) else row for row in shapes]
+        found["shapes"] = [
+            {"context": None, **row} if isinstance(row, dict) else row for row in shapes
+        ]
     owners = [found, *(row for row in found["shapes"] if isinstance(row, dict))]
     lists: list[tuple[type, dict[str, Any], str]] = []
     for owner in owners:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_pulse.profile.context_costs import ContextCosts
+
 
 @dataclass(frozen=True)
 class ShardSums:
@@ -204,6 +206,7 @@ class ProfiledShape:
     times: Mapping[int, tuple[LayerTimes, ...]]
     skips: tuple[ProfiledSkip, ...]
     conditioning: tuple[ProfiledConditioning, ...]
+    context: ContextCosts | None = None
 
 
 @dataclass(frozen=True)

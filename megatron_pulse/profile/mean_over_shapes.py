@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.shape_buckets import at_shape, shape_names, shares_of
+from megatron_pulse.profile.context_costs import ContextCosts, LayerContextCosts, RankShare
 from megatron_pulse.profile.layer_records import BYTE_FIELDS, LayerTimes, ProfiledShape
 from megatron_pulse.profile.profile import Profile
 
@@ -50,6 +51,7 @@ def over_shapes(backbone: Backbone, profile_of: Callable[[Backbone], Profile]) -
             replace(same[0], num_bytes=max(edge.num_bytes for edge in same))
             for same in zip(*(profile.conditioning for profile in found), strict=True)
         ),
+        context=context_over_shapes(shares, [profile.context for profile in found]),
         shapes=tuple(
             ProfiledShape(
                 name,
@@ -58,6 +60,7 @@ def over_shapes(backbone: Backbone, profile_of: Callable[[Backbone], Profile]) -
                 profile.times,
                 profile.skips,
                 profile.conditioning,
+                profile.context,
             )
             for name, share, profile in zip(names, shares, found, strict=True)
         ),
@@ -73,6 +76,41 @@ def _over(shares: Sequence[float], same: Sequence[LayerTimes]) -> LayerTimes:
         **{name: max(getattr(times, name) for times in same) for name in BYTE_FIELDS},
     }
     return replace(same[0], **values)
+
+
+def context_over_shapes(
+    shares: Sequence[float], found: Sequence[ContextCosts | None]
+) -> ContextCosts | None:
+    """Merge the costs of context parallelism over all shapes; None unless all are known."""
+    known = [costs for costs in found if costs is not None]
+    if len(known) < len(found):
+        return None
+
+    def of_all(rows: Sequence[LayerContextCosts]) -> LayerContextCosts:
+        def largest(found: Sequence[RankShare]) -> RankShare:
+            return RankShare(max(s.fixed for s in found), max(s.divided for s in found))
+
+        times = [row.time for row in rows]
+        fixed, divided = (
+            _mean(shares, values)
+            for values in ([t.fixed for t in times], [t.divided for t in times])
+        )
+        counts = {
+            each.name: max(getattr(row, each.name) for row in rows)
+            for each in fields(LayerContextCosts)
+            if each.type == "int"
+        }
+        saved, peak = largest([row.saved for row in rows]), largest([row.peak for row in rows])
+        return LayerContextCosts(RankShare(fixed, divided), saved, peak, **counts)
+
+    return ContextCosts(
+        tuple(sorted({heads for costs in known for heads in costs.heads})),
+        tuple(map(of_all, zip(*(costs.layers for costs in known), strict=True))),
+        *(
+            tuple(map(max, zip(*(getattr(costs, name) for costs in known), strict=True)))
+            for name in ("skips", "conditioning")
+        ),
+    )
 
 
 def _mean(shares: Sequence[float], values: Sequence[float]) -> float:

@@ -26,6 +26,7 @@ from megatron_pulse.backbone.activations import ActivationPolicies, ActivationPo
 from megatron_pulse.backbone.build_context import LOCAL, TRANSFORMER_IMPLS
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.errors import UserError, format_faults
+from megatron_pulse.profile.context_costs import ContextCosts
 from megatron_pulse.profile.layer_records import (
     SPREAD,
     KindTimes,
@@ -70,6 +71,7 @@ class Profile:
     - ``sliced``: ``times`` with other numbers of slices (see ``in_slices``).
     - ``kinds``: costs on each kind of device by name, if a cluster's devices differ. All other
       times are then the largest of any kind (see ``unlike_devices.combine``).
+    - ``context``: costs of context parallelism, if they are known.
 
     Raises ProfileError with every fault.
     """
@@ -94,6 +96,7 @@ class Profile:
     )
     shapes: tuple[ProfiledShape, ...] = field(default=(), repr=False)
     kinds: Mapping[str, KindTimes] = field(default_factory=dict, repr=False)
+    context: ContextCosts | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if faults := list(self._faults()):
@@ -234,6 +237,7 @@ class Profile:
             times=shape.times,
             skips=shape.skips,
             conditioning=shape.conditioning,
+            context=shape.context,
             shapes=(),
         )
 
@@ -246,6 +250,7 @@ class Profile:
                 times=own.times,
                 skips=own.skips,
                 conditioning=own.conditioning,
+                context=own.context,
             )
             for shape, own in zip(self.shapes, profiles, strict=True)
         )
@@ -428,6 +433,9 @@ class Profile:
         for i, edge in enumerate(self.conditioning):
             yield from self._bad_edge(f"conditioning[{i}]", edge.source, edge.consumers)
             yield from _beyond(f"conditioning[{i}]", edge, ("num_bytes",))
+        if self.context is not None:
+            sizes = len(self.layers), len(self.skips), len(self.conditioning)
+            yield from self.context.faults(*sizes)
         yield from self._shape_faults()
         yield from self._sliced_faults()
         yield from self._kind_faults()

@@ -1,9 +1,9 @@
 """The tuner's predictions against real training steps, over degrees, sizes and layouts.
 
-Profiles a U-ViT and a UNet on one core, and on two at once, and probes what two ranks have; then,
-for each config, with the profile of as many ranks, writes the plan that the tuner would write,
-trains by it (Megatron's own ``train_step``: pipeline, collectives of replicas and of
-tensor-parallel ranks, optimizer), and compares the step.
+Profiles a U-ViT, a UNet and a module of tokens on one core, and on two at once, and probes what two
+ranks have; then, for each config, with the profile of as many ranks, writes the plan that the tuner
+would write, trains by it (Megatron's own ``train_step``: pipeline, collectives of replicas and of
+tensor- and context-parallel ranks, optimizer), and compares the step.
 At most two ranks run at once, because two cores do.
 
     .venv/bin/python -m tests.benchmarks.steps --only "D=2" --steps 5
@@ -32,9 +32,10 @@ from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.search.fsdp_outcome import fsdp_outcome
 from megatron_pulse.profile.profile import Profile
-from model_specs import load_backbone
+from model_specs import allow, load_backbone
 from tests.benchmarks.busy import BACKBONES, profile
 from tests.benchmarks.report import Flags, Report
+from tests.integration import tiny_tokens
 from tests.integration.test_families import Family, write_latents
 from tests.ranks import run_ranks
 
@@ -60,6 +61,18 @@ CASES: tuple[tuple[Config, int], ...] = (
     (Config(1, 1, 2, 2, WHOLE, recompute=Recompute.ALWAYS), 4),
 )
 """Config and microbatches of a step on one pipeline."""
+TOKENS = "tokens"
+"""A transformer without a family, of 1,024 tokens, that two ranks share."""
+MODULE: tuple[str, dict[str, Any]] = (
+    f"{tiny_tokens.__file__}:build",
+    {"width": 256, "heads": 8, "side": 64},
+)
+OF_TOKENS: tuple[tuple[Config, int], ...] = (
+    (Config(1, 1, 1, 1, WHOLE), 4),
+    (Config(1, 1, 1, 1, WHOLE, context=2), 4),
+    (Config(1, 1, 1, 2, WHOLE, context=2), 4),
+    (Config(1, 1, 1, 1, WHOLE, recompute=Recompute.ALWAYS, context=2), 4),
+)
 SHARDED: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
     (2, 4, 1, {}),
     (2, 4, 4, {"gathering": Gathering.MICROBATCH}),
@@ -110,7 +123,21 @@ def measured_profile(kind: str) -> Any:
 
     defer_wgrad()
     limits = RepetitionLimits(enough_s=0.2)
-    return profile(kind, SIZES, patience=limits, once_per_kind=True, running=RUNNING)
+    how = {"patience": limits, "once_per_kind": True, "running": RUNNING}
+    if kind != TOKENS:
+        return profile(kind, SIZES, **how)
+    import torch
+
+    from megatron_pulse.profile.measurement.context_rank import with_context_costs
+    from megatron_pulse.profile.measurement.measure import measure
+
+    torch.set_num_threads(1)
+    allow(MODULE[0])
+    backbone = load_backbone(*MODULE)
+    whole = measure(backbone, SIZES, **how)
+    return with_context_costs(
+        whole, backbone, lambda part, size: measure(part, SIZES[-1:], context=size, **how)
+    )
 
 
 def probed() -> Cluster | None:
@@ -177,7 +204,9 @@ def compare(kind: str, cluster: Cluster, num_steps: int, only: str) -> Iterator[
     measured: dict[int, Profile] = {
         ranks: run_ranks(ranks, measured_profile, kind, timeout_s=600)[0] for ranks in (1, 2)
     }
-    name, options = BACKBONES[kind]
+    name, options = MODULE if kind == TOKENS else BACKBONES[kind]
+    if kind == TOKENS:
+        allow(name)
     with tempfile.TemporaryDirectory() as folder:
         words = {k: v if isinstance(v, tuple) else (v,) for k, v in options.items()}
         given = tuple(f"{k}={','.join(map(str, v))}" for k, v in words.items())
@@ -187,11 +216,12 @@ def compare(kind: str, cluster: Cluster, num_steps: int, only: str) -> Iterator[
             (Config(1, 2, 1, b, WHOLE, fsdp=FsdpLayout.of_size(num_layers, n, group=2, **rest)), m)
             for b, m, n, rest in SHARDED
         ]
-        for config, count in (*CASES, *sharded):
+        cases = OF_TOKENS if kind == TOKENS else (*CASES, *sharded)
+        for config, count in cases:
             if only not in str(config):
                 continue
             samples = count * config.micro_batch_size * config.data
-            ranks = config.pipeline * config.data * config.tensor
+            ranks = config.pipeline * config.replicas * config.tensor
             machine = Cluster(**{**vars(cluster), "devices_per_node": ranks})
             heads = load_backbone(name, options).num_heads
             of = measured[ranks], machine, samples, False, heads
@@ -204,6 +234,10 @@ def compare(kind: str, cluster: Cluster, num_steps: int, only: str) -> Iterator[
                 "--clip-grad", "1.0", "--log-interval", "1000", "--pulse-no-progress",
                 "--pulse-timeout-s", "60",
             ]  # fmt: skip
+            if kind == TOKENS:
+                argv += ["--pulse-module", name, "--pulse-objective", "v"]
+                argv += ["--pulse-class-dropout", "0"]
+                argv += [w for each in given for w in ("--pulse-option", each)]
             rows = run_ranks(ranks, steps, argv, timeout_s=600)
             middle = [
                 Step(*map(statistics.median, zip(*map(astuple, row[WARM_UP:]), strict=True)))
@@ -235,11 +269,14 @@ def main() -> None:
     flags = Flags(__doc__)
     flags.add("--steps", 7, "of each config, after two others")
     flags.add("--only", "", "configs with this in their name")
+    flags.add("--backbone", None, "one of them alone", choices=[*BACKBONES, TOKENS])
     args = flags.parse_args()
     cluster = run_ranks(2, probed, timeout_s=300)[0]
     print(f"{cluster}\npredicted / measured, ms")
     report = Report(args.json)
-    for kind in BACKBONES:
+    for kind in (*BACKBONES, TOKENS):
+        if args.backbone not in (None, kind):
+            continue
         for cell in compare(kind, cluster, args.steps, args.only):
             report.add(cell, cell.cells())
     if len(report.rows) > 1:

@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,27 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_pulse.planner.cluster.cluster import (
+    BandwidthScope,
+    Cluster,
+    ClusterLink,
+    DeviceFigures,
+)
+from megatron_pulse.planner.layout.layouts import ROW
+from megatron_pulse.planner.partition.memory import ParameterState
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
+from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.plans.to_plan import plan_of
+from megatron_pulse.planner.tune.plans.verify_figures import load_checked
+from megatron_pulse.profile.analytic import analyse, analyse_context
+from megatron_pulse.profile.roofline import Roofline
+from model_specs import allow, load_backbone
+from tests.integration.census import Call, census
 from tests.integration.runs import BASE, STEPS, TINY, Run, alone, assert_same, pipeline, run
 from tests.integration.test_bad_input import refuse
 from tests.integration.test_families import FAMILIES, flags_of
+from tests.ranks import run_ranks
 
 
 def _run(num_ranks: int, context: int, *flags: str, backbone: str = "tokens") -> Run:
@@ -165,13 +184,58 @@ def test_every_transformer_trains_as_one_and_in_a_pipeline_bit_for_bit(
     assert_same(run(4, *flags, *shared, *pipeline(2), backbone="none"), two)
 
 
+def test_a_plan_runs_to_the_bit_as_flags_and_exchanges_what_it_says(tmp_path: Path) -> None:
+    """On two pipeline devices of two ranks each."""
+    path = tmp_path / "plan.json"
+    plan = _plan(path, Config(2, 1, 1, 2, ROW, context=2))
+    flags = [*TINY["tokens"], "--pulse-plan", str(path)]
+    by_plan = run(4, *flags, *STEPS, backbone="none")
+    assert_same(by_plan, _run(4, 2, *pipeline(2)))
+    ranks = run_ranks(4, census, [*BASE, *flags])
+    calls = Counter[Call]()
+    for of_rank in ranks:
+        calls += Counter({call: n for call, n in of_rank.items() if call.kind == "all-to-all"})
+    assert {call.group for call in calls} == {"context"}
+    sent = sum(n * call.num_bytes for call, n in calls.items()) / 2  # a half stays
+    assert sent == plan.predicted["context_bytes_per_sample"] * plan.global_batch_size
+
+
+def _plan(path: Path, config: Config) -> PlanFile:
+    """Plan of the module for eight samples a step on devices as slow as processors."""
+    machine = Cluster(
+        "tests",
+        1,
+        config.pipeline * config.replicas,
+        8.0,
+        DeviceFigures(0.1, 20.0),
+        ClusterLink("loopback", 1.0, 50.0, BandwidthScope.DEVICE),
+    )
+    assert machine.peaks is not None
+    roofline = Roofline(machine.peaks, "float32")
+    allow(TINY["tokens"][1])
+    backbone = load_backbone(TINY["tokens"][1], {})
+    profile = analyse_context(analyse(backbone, [2], roofline), backbone, roofline)
+    evaluator = Evaluator(profile, machine, 8, state=ParameterState(ema=True))
+    plan = plan_of(evaluator.evaluate(config), evaluator)
+    save_plan(plan, path)
+    return plan
+
+
+def test_a_run_chooses_the_rest_beside_a_given_number_of_ranks(tmp_path: Path) -> None:
+    """``--pulse-auto`` measures what two ranks that share tokens do."""
+    auto = ["--pulse-auto", "--context-parallel-size", "2", "--save", str(tmp_path)]
+    by_auto = run(4, *TINY["tokens"], *STEPS, *auto, backbone="none")
+    plan = load_checked(tmp_path / "plan.json")
+    assert (plan.context, plan.world_size) == (2, 4)
+    _assert_close(by_auto, _run(1, 1))
+
+
 REFUSED: dict[str, tuple[int, list[str], str]] = {
     "ranks": (3, [], "x --context-parallel-size 2"),
     "heads": (8, ["--context-parallel-size", "8"], "its 4 heads do not divide over 8 ranks"),
     "tensor parallelism": (4, ["--tensor-model-parallel-size", "2"], "has no tensor parallelism"),
     "FSDP": (4, ["--use-torch-fsdp2"], "--use-torch-fsdp2 cannot be used with"),
     "rank order": (2, ["--use-tp-pp-dp-mapping"], "in Megatron"),
-    "tuning": (2, ["--pulse-auto"], "does not choose context parallelism"),
     "a layer recomputed on one rank": (2, ["--pulse-sdc-check-interval", "2"], "without those"),
     "dropout": (
         2,

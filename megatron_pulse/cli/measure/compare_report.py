@@ -35,7 +35,7 @@ class PlanComparison:
         """Predicted bytes that the traced pipeline (one rank of each device) sends in a step."""
         samples = self.plan.global_batch_size / self.plan.data
         per_sample: float = self.plan.predicted["pipeline_bytes_per_sample"]
-        return per_sample * samples / self.plan.tensor
+        return per_sample * samples / (self.plan.tensor * self.plan.context)
 
     @cached_property
     def measured_bytes(self) -> float:

@@ -126,6 +126,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "tune' chooses where memory is short (--pulse-token-slices)",
     )
     add("--recompute", "for plans that recompute activations: a backward includes a forward")
+    add(
+        "--context-parallel",
+        "also costs of context parallelism: what ranks that share the tokens divide and exchange",
+    )
     add("--once-per-kind", "measure layers of equal operators and shapes once")
     add(
         "--seconds-per-layer S",
@@ -160,6 +164,8 @@ def run(args: argparse.Namespace) -> None:
         faults += _encoder_faults(args)
     elif args.components is not None:
         faults.append("--components is for --encoders")
+    if args.context_parallel and (args.from_table or args.encoders):
+        faults.append("--context-parallel is for a backbone's layers")
     require(faults)
     if args.encoders is not None:
         _profile_encoders(args)
@@ -225,7 +231,25 @@ def report(profile: Profile, size: int, top: int) -> list[str]:
         f"{sum(costs.saved_bytes) / 1e6:,.1f} MB saved, {len(costs.skips)} skips of "
         f"{sum(skip.num_bytes for skip in costs.skips) / 1e6:,.1f} MB",
         *([profile.quantized] if profile.quantized else []),
+        *_context(profile),
         *_selective(costs, profile.at(size, profile.all_layers(ActivationPolicy.SELECTIVE))),
+    ]
+
+
+def _context(profile: Profile) -> list[str]:
+    """Line on what context parallelism divides, if it is known."""
+    if (costs := profile.context) is None:
+        return []
+    times = profile.times_at(profile.micro_batch_sizes[-1])
+    whole = sum(row.whole_s for row in times) or 1.0
+    part = sum(c.time.of(2) * row.whole_s for c, row in zip(costs.layers, times, strict=True))
+    heads = f"heads {', '.join(map(str, costs.heads))}"
+    sent = sum(layer.all_to_all_bytes for layer in costs.layers)
+    gathered = sum(layer.gathered_bytes for layer in costs.layers)
+    return [
+        f"context parallelism over ranks that divide {heads}: one of two takes {part / whole:.1%} "
+        f"of the time, and they exchange {sent / 1e6:,.1f} MB of a sample by all-to-alls and "
+        f"{gathered / 1e6:,.1f} MB by gathers in a forward"
     ]
 
 
@@ -329,16 +353,20 @@ def _from_backbone(args: argparse.Namespace, sizes: Sequence[int]) -> Profile:
     roofline = _roofline(args) if args.preset or args.peak_tflops is not None else None
     prepare_profiling()
     if roofline is not None:
-        from megatron_pulse.profile.analytic import analyse
+        from megatron_pulse.profile.analytic import analyse, analyse_context
         from megatron_pulse.runtime.measure.execution_modes import RUNNING
 
         backbone = trained_backbone(args, roofline.dtype)
         slices = _token_slices(args, backbone)
-        return analyse(backbone, sizes, roofline, args.recompute, True, RUNNING, slices)
+        profile = analyse(backbone, sizes, roofline, args.recompute, True, RUNNING, slices)
+        if args.context_parallel:
+            profile = analyse_context(profile, backbone, roofline, RUNNING)
+        return profile
     import torch
 
     from megatron_pulse.integration.planning.memory_format import measured_format
     from megatron_pulse.profile.measurement.clock import RepetitionLimits
+    from megatron_pulse.profile.measurement.context_rank import with_context_costs
     from megatron_pulse.profile.measurement.measure import measure
     from megatron_pulse.profile.warnings import rank_threads
     from megatron_pulse.runtime.measure.execution_modes import RUNNING
@@ -357,20 +385,30 @@ def _from_backbone(args: argparse.Namespace, sizes: Sequence[int]) -> Profile:
         backbone, times = measured_format(
             trained_backbone(args, dtype), given, sizes[-1], device, dtype, threads, implementation
         )
-    profile = measure(
-        backbone,
-        sizes,
-        device,
-        dtype,
-        args.recompute,
-        patience,
-        args.once_per_kind,
-        progress=True,
-        threads=threads,
-        running=RUNNING,
-        transformer_impl=implementation,
-        token_slices=_token_slices(args, backbone),
-    )
+
+    def measured(layers: Backbone, sizes: Sequence[int], context: int = 1) -> Profile:
+        return measure(
+            layers,
+            sizes,
+            device,
+            dtype,
+            args.recompute,
+            patience,
+            args.once_per_kind or context > 1,
+            progress=True,
+            threads=threads,
+            running=RUNNING,
+            transformer_impl=implementation,
+            token_slices=slices if context == 1 else (),
+            context=context,
+        )
+
+    slices = _token_slices(args, backbone)
+    profile = measured(backbone, sizes)
+    if args.context_parallel:
+        profile = with_context_costs(
+            profile, backbone, lambda part, size: measured(part, sizes[-1:], size)
+        )
     return profile if times is None else replace(profile, method=f"{profile.method}; {times}")
 
 

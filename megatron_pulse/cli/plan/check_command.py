@@ -33,11 +33,12 @@ Checks what a run with --pulse-plan needs, and lists all faults at once:
   figures    times, messages, memory and predictions follow from the layer costs of this backbone
              and the simulated schedule; no lower bound is above it
   buckets    the schedule, figures and memory of the steps of each bucket, if they have their own
+  context    the tokens can be divided, and ranks exchange the bytes that the plan counts
   memory     activations and all state fit each device
   ranks      the cluster has as many
 
-Needs no GPU and no other rank; only --count needs torch. The exit status is 0 for a plan that can
-run, else 2.
+Needs no GPU and no other rank; only --count and context parallelism need torch. The exit status is
+0 for a plan that can run, else 2.
 
 examples:
   pulse check plan.json
@@ -170,6 +171,7 @@ def _against_the_world(
 
     ``plan`` is None if it is not legal in itself.
     """
+    from megatron_pulse.cli.plan.check_context import check_context
     from megatron_pulse.planner.plan_file.compatibility import (
         check_backbone,
         machine_faults,
@@ -195,6 +197,10 @@ def _against_the_world(
         if plan is not None:
             faults, fine = check_backbone(plan, backbone, parameters)
             faults += _bucket_faults(plan, backbone)
+            if plan.context > 1 and not faults:
+                prepare_megatron()
+                more, fine["context"] = check_context(plan, backbone)
+                faults += more
     faults += machine_faults(record)
     if plan is not None:
         if not (more := figure_faults(record, plan)):

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_pulse.cli.output import table
-from megatron_pulse.format import in_mb, in_ms
+from megatron_pulse.format import in_mb, in_ms, with_plural
 from megatron_pulse.planner.bubble_fill.filled_schedule import FilledSchedule
 from megatron_pulse.planner.partition.memory import host_bytes_per_parameter
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.operations import BACKWARDS, OpType, Schedule
+from megatron_pulse.planner.tune.context_rank import context_costs, sent_bytes
 from megatron_pulse.profile.roofline import ELEMENT_BYTES
 from megatron_pulse.profile.weight_offload import offloaded_bytes
 
@@ -60,6 +61,28 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
             f"{in_mb(p['pipeline_bytes_per_sample'])} a sample in the pipeline, "
             f"{in_mb(p['data_bytes_per_sample'])} for gradient reduction",
         ),
+        *_exchanged(plan),
+    ]
+
+
+def _exchanged(plan: PlanFile) -> list[tuple[str, str]]:
+    """Bytes and seconds of the exchanges of context-parallel ranks."""
+    if plan.context == 1:
+        return []
+    first_pass = 1.0 if plan.dpo else plan.self_conditioning
+    of = plan.profile, plan.context, plan.tensor, plan.activations, first_pass
+    by_all_to_all, by_gather = sent_bytes(*of)
+    costs = context_costs(plan.profile)
+    gathers = sum(layer.num_gathers for layer in costs.layers)
+    step, seconds = plan.global_batch_size, plan.predicted["context_s"]
+    return [
+        (
+            "exchanged",
+            f"{in_mb(by_all_to_all)} a sample by all-to-alls of {plan.context} ranks, "
+            f"{in_mb(by_gather)} by {with_plural(gathers, 'gather')} a forward; "
+            f"{in_mb(step * (by_all_to_all + by_gather))} a step, {in_ms(seconds, 3)} of it on the "
+            "device with most",
+        )
     ]
 
 
@@ -92,7 +115,7 @@ def _for_optimizer(plan: PlanFile) -> list[tuple[str, str]]:
     """Node memory that the optimizers of a device, and of a node's devices, take at most."""
     if not plan.optimizer_cpu_offload:
         return []
-    each = host_bytes_per_parameter(plan.dtype, plan.data, plan.state)
+    each = host_bytes_per_parameter(plan.dtype, plan.data * plan.context, plan.state)
     held = [each * layer.of_rank(plan.tensor)[1] for layer in plan.profile.layers]
     return [("optimizer", _host_memory(plan, held))]
 

@@ -75,7 +75,7 @@ def _buckets(plan: PlanFile) -> list[str]:
 
 def _partition(plan: PlanFile) -> str:
     costs = plan.profile.at(plan.micro_batch_size, plan.activations)
-    if plan.profile.kinds:
+    if plan.profile.kinds or plan.context > 1:
         costs = layer_costs(plan)
     slowest = max((edge.seconds for edge in plan.edges), default=0.0)
     found = evaluate(costs, plan.partition, Link(slowest))

@@ -22,6 +22,7 @@ from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.simulate import SimulatedStep
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid
 from megatron_pulse.planner.schedule.check.validate import peak_memory
+from megatron_pulse.planner.tune.context_rank import of_context_rank
 from megatron_pulse.planner.tune.plans.verify_figures import fullest_stepping, layer_costs
 from megatron_pulse.profile.channels_last import format_of
 
@@ -62,7 +63,8 @@ def layers(plan: PlanFile) -> list[tuple[str, ...]]:
     give the part kept until the backward, and the part kept until a deferred weight gradient. The
     last column names the treatment of the rest.
     """
-    profiled, costs = plan.profile.times[plan.micro_batch_size], layer_costs(plan)
+    profile = of_context_rank(plan.profile, plan.cluster, plan.context)
+    profiled, costs = profile.times[plan.micro_batch_size], layer_costs(plan)
     home, partition = plan.placement.device_of_stage, plan.partition
     split = plan.problem.weight_grad is not None
     waits = costs.wgrad_bytes if split else (0,) * len(profiled)

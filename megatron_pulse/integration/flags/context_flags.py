@@ -28,14 +28,6 @@ def context_faults(args: argparse.Namespace, options: PulseOptions) -> Iterator[
             args.use_tp_pp_dp_mapping,
             "makes groups of experts in Megatron, without context parallelism",
         ),
-        "--pulse-plan": (
-            options.plan is not None,
-            "is a plan of whole tokens: give the layout by flags",
-        ),
-        "--pulse-auto": (
-            bool(options.auto),
-            "does not choose context parallelism: give the layout by flags",
-        ),
         "--pulse-sdc-check-interval": (
             bool(options.sdc_check_interval),
             "recomputes a layer on one rank, without those that share its tokens",

@@ -52,8 +52,8 @@ def contradictions(
     args = line.args
     if args.world_size != plan.world_size:
         yield (
-            f"{by} is for {plan.world_size} ranks (pipeline {plan.pipeline} x data {plan.data} x "
-            f"tensor {plan.tensor}), but {args.world_size} ranks were started"
+            f"{by} is for {plan.world_size} ranks ({plan.degrees}), but {args.world_size} ranks "
+            "were started"
         )
     placement = plan.placement
     planned = {

@@ -39,6 +39,7 @@ from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked, recomputed
 from megatron_pulse.planner.tune.tune import DECISION_S, UntunableError, check_choices, tune
 from megatron_pulse.profile.channels_last import in_format_of, in_given_format
+from megatron_pulse.profile.measurement.context_rank import with_context_costs
 from megatron_pulse.profile.measurement.measure import measure
 from megatron_pulse.profile.profile import Profile, ProfileError
 from megatron_pulse.profile.token_slices import require_token_slices
@@ -70,6 +71,11 @@ def auto_plan(line: CommandLine, options: PulseOptions) -> PlanFile:
         return plan
     probed = _cluster(args)
     cluster = broadcast_from_rank_0(lambda: _limited(probed, options))
+    if cluster.mixed and args.context_parallel_size > 1:
+        raise ValueError(
+            f"--context-parallel-size {args.context_parallel_size}: with --pulse-auto, ranks that "
+            "share tokens must be alike, and this job's devices differ. Leave it out"
+        )
     profile = _profile_of_kinds(line, options, cluster) if cluster.mixed else None
     return broadcast_from_rank_0(partial(_tune, line, options, cluster, profile, path))
 
@@ -254,12 +260,13 @@ def _choices(line: CommandLine, pairs: bool) -> Choices:
             "selective recomputation. Leave the flag out"
         )
     choices, args = Choices(), line.args
-    pipeline, tensor, size = (
+    pipeline, tensor, size, context = (
         (getattr(args, name),) if line.says(flag_name(name)) else None
         for name in (
             "pipeline_model_parallel_size",
             "tensor_model_parallel_size",
             "micro_batch_size",
+            "context_parallel_size",
         )
     )
     return Choices(
@@ -275,6 +282,7 @@ def _choices(line: CommandLine, pairs: bool) -> Choices:
         else (False,),
         pairs=pairs,
         fsdp=not excluding(args),
+        context=context or (1,),
     )
 
 
@@ -289,20 +297,29 @@ def _measure(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
             if backbone.num_shapes > 1:
                 raise ValueError("--pulse-auto measures slices of one shape: give no buckets")
 
-    def measured(sizes: tuple[int, ...]) -> Profile:
-        chosen, times = measured_format(
-            backbone, options.options, sizes[-1], device, dtype, None, args.transformer_impl
-        )
-        profile = measure(
-            chosen,
+    def of_layers(layers: Backbone, sizes: tuple[int, ...], context: int = 1) -> Profile:
+        return measure(
+            layers,
             sizes,
             device,
             dtype,
             once_per_kind=True,
             running=RUNNING,
             transformer_impl=args.transformer_impl,
-            token_slices=slices,
+            token_slices=slices if context == 1 else (),
+            context=context,
         )
+
+    def measured(sizes: tuple[int, ...]) -> Profile:
+        chosen, times = measured_format(
+            backbone, options.options, sizes[-1], device, dtype, None, args.transformer_impl
+        )
+        profile = of_layers(chosen, sizes)
+        if args.context_parallel_size > 1:
+            with naming(f"--context-parallel-size {args.context_parallel_size}"):
+                profile = with_context_costs(
+                    profile, chosen, lambda part, size: of_layers(part, sizes[-1:], size)
+                )
         return profile if times is None else replace(profile, method=f"{profile.method}; {times}")
 
     def of_fitting_sizes() -> Profile:
@@ -318,6 +335,7 @@ def _measure(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
 
     given = sorted(options.options.items())
     settings = dtype, sizes, args.transformer_impl, given, backbone.shares, slices
+    settings += ("context",) * (args.context_parallel_size > 1)
     profile, kept = cached_profile(backbone, torch.device(device), settings, of_fitting_sizes)
     if kept is not None:
         print(f"profile: {kept}, of an earlier start; remove it to measure again", flush=True)

@@ -104,6 +104,12 @@ def verify(
                 f"{plan}: 'pulse verify' compares whole gradients, and FSDP shards them. Verify a "
                 "pipeline of this model ('pulse tune --no-fsdp')"
             )
+        if given.context > 1:
+            raise UserError(
+                f"{plan}: 'pulse verify' compares whole samples, and {given.context} ranks share "
+                "their tokens. Verify a plan without context parallelism ('pulse tune "
+                "--context-parallel 1')"
+            )
         if (num_steps := max(settings.steps, len(given.shapes))) > settings.steps:
             job = replace(job, passes=tuple(Pass(step) for step in range(num_steps)))
         laid = planned(job, given, backbone)

@@ -384,6 +384,30 @@ class Cluster:
         efficiency = self.reduce_scatter_efficiency or self.all_reduce_efficiency
         return self._pass_s(num_bytes, ranks, concurrent, efficiency)
 
+    def all_to_all_s(self, num_bytes: float, ranks: Sequence[int], concurrent: int = 1) -> float:
+        """Seconds until every rank has sent its part of ``num_bytes`` to each of the others.
+
+        ``num_bytes`` are what one rank has for all, itself included. Messages to all ranks leave at
+        once, over the links inside a node and, beside them, over those between nodes.
+        ``concurrent`` such groups run at once. No arithmetic delays the messages: the efficiency is
+        that of all-gathers.
+        """
+        self._check_group(ranks, concurrent)
+        num_bytes, seconds = self._as_large(num_bytes), 0.0
+        inside = max(Counter(map(self.node_of, ranks)).values())
+        for link, others in (
+            (self.intra_node, inside - 1),
+            (self.inter_node, len(ranks) - inside),
+        ):
+            if link is None or not others:
+                continue
+            used = link.used_by(inside * concurrent)
+            efficiency = self.all_gather_efficiency or self.all_reduce_efficiency
+            latency_s = used.latency_s * self.collective_latency
+            reached = Link(latency_s, used.bytes_per_s * efficiency)
+            seconds = max(seconds, reached.time_s(num_bytes * others / len(ranks)))
+        return seconds
+
     def _pass_s(
         self, num_bytes: float, ranks: Sequence[int], concurrent: int, efficiency: float
     ) -> float:

@@ -14,6 +14,7 @@ from megatron_pulse.planner.cluster.places import Place, places_of, splits_a_kin
 from megatron_pulse.planner.cluster.rank_order import RankOrder
 from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.embedder_choice import EmbedderChoice
+from megatron_pulse.planner.plan_file.consistency import num_ranks
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, ordered_cluster
 from megatron_pulse.planner.program.plan import Plan, PlanError
 from megatron_pulse.planner.schedule.check.validate import peak_memory
@@ -102,7 +103,8 @@ def machine_faults(record: Mapping[str, Any]) -> list[str]:
     if faults and cluster.mixed:
         return faults
     pipeline, data, tensor = (int(record[name]) for name in ("pipeline", "data", "tensor"))
-    ranks = RankOrder(cluster, pipeline, data, tensor, record["rank_order"] == "tp-pp-dp")
+    inside, context = record["rank_order"] == "tp-pp-dp", int(record.get("context", 1))
+    ranks = RankOrder(cluster, pipeline, data, tensor, inside, context)
     held = zip(record["predicted"]["memory_bytes"], places_of(ranks), strict=False)
     if splits_a_kind(ranks):
         faults.append("tensor: a group of ranks is on unlike devices; order the devices by kind")
@@ -120,13 +122,14 @@ def _of_kinds(place: Place) -> str:
 
 def rank_faults(record: Mapping[str, Any], cluster: Cluster) -> list[str]:
     """Reasons why ``cluster`` cannot host the ranks of a plan file."""
-    world, faults = record["pipeline"] * record["data"] * record["tensor"], []
+    world, faults = num_ranks(record), []
     if world > cluster.num_devices:
         faults.append(f"the plan is for {world} ranks; {cluster.name} has {cluster.num_devices}")
-    if cluster.devices_per_node % record["tensor"]:
+    context = record.get("context", 1)
+    if cluster.devices_per_node % (shared := record["tensor"] * context):
+        names = "tensor x context" if context > 1 else "tensor"
         faults.append(
-            f"tensor: {record['tensor']} ranks do not fill nodes of {cluster.devices_per_node} "
-            "evenly"
+            f"{names}: {shared} ranks do not fill nodes of {cluster.devices_per_node} evenly"
         )
     return faults
 
@@ -137,9 +140,8 @@ def machine_summary(given: PlanFile) -> dict[str, str]:
     peaks = peak_memory(given.problem, given.schedule)
     filled = zip(peaks, given.problem.cap or (), strict=True)
     peak, cap = max(filled, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
-    degrees = f"pipeline {given.pipeline} x data {given.data} x tensor {given.tensor}"
     return {
-        "ranks": f"{given.world_size} ({degrees}); {cluster.name} has {cluster.num_devices}",
+        "ranks": f"{given.world_size} ({given.degrees}); {cluster.name} has {cluster.num_devices}",
         "memory": f"activations of the schedule at their peak {peak / 1e9:.3g} GB of "
         f"{cap / 1e9:.3g} GB, on the device with least room; all in all at most "
         + _fullest(held, given.places),

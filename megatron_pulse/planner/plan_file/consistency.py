@@ -11,6 +11,7 @@ from megatron_pulse.backbone.activations import ActivationPolicy
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement
 from megatron_pulse.planner.plan_file.schema import OFFLOAD_KEYS, RECOMPUTE_KEYS, WGRAD_KEY
 from megatron_pulse.planner.program.simulate import StageMessage
+from megatron_pulse.profile.profile import Profile
 
 _ROUNDING = 1e-6
 _COLUMNS = (
@@ -56,7 +57,7 @@ def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
     if record.get("optimizer_cpu_offload") and not record["distributed_optimizer"]:
         yield "optimizer_cpu_offload: requires distributed_optimizer, which is false"
     if (order := record.get("device_order")) is not None:
-        world = math.prod(record[name] for name in ("pipeline", "data", "tensor"))
+        world = num_ranks(record)
         if sorted(order) != list(range(world)):
             yield f"device_order: lists each of the devices 0 to {world - 1} once"
     names = Counter(name for stage in record["stages"] for name in stage)
@@ -69,6 +70,30 @@ def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
     if any(given) and not all(given):
         names_of = ", ".join(f"times.{name}" for name in OFFLOAD_KEYS)
         yield (f"activations (offload), {names_of}: all of them or none, some are missing")
+
+
+def num_ranks(record: Mapping[str, Any]) -> int:
+    """Number of ranks of a plan's record."""
+    degrees = (int(record[name]) for name in ("pipeline", "data", "tensor"))
+    return math.prod(degrees) * int(record.get("context", 1))
+
+
+def context_faults(record: Mapping[str, Any], profile: Profile) -> Iterator[str]:
+    """Yield reasons why the costs of ``profile`` are not those of the plan's context degree."""
+    size, tensor = record.get("context", 1), record["tensor"]
+    if size == 1:
+        return
+    if profile.context is None:
+        yield f"context is {size}, but profile has no costs of context parallelism"
+    elif not profile.context.divides(size * tensor):
+        heads = ", ".join(map(str, profile.context.heads))
+        yield f"context {size} x tensor {tensor} does not divide the {heads} heads of profile"
+    if record["rank_order"] != "tp-dp-pp":
+        yield f"context is {size}, which needs rank_order tp-dp-pp, not {record['rank_order']}"
+    if "fsdp" in record:
+        yield f"context is {size}, and FSDP has whole tokens"
+    if profile.kinds:
+        yield f"context is {size}, and ranks that share tokens are on devices of one kind"
 
 
 def fsdp_faults(record: Mapping[str, Any]) -> Iterator[str]:

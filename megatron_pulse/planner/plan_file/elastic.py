@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from pathlib import Path
 
 from megatron_pulse.errors import collecting, format_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
+from megatron_pulse.planner.plan_file.consistency import num_ranks
 from megatron_pulse.planner.plan_file.plan_file import PlanFileError
-
-_DEGREES = ("pipeline", "data", "tensor")
 
 
 def world_file(folder: Path, world_size: int) -> Path:
@@ -54,7 +52,7 @@ def plan_for_world(path: str | Path, world_size: int) -> Path:
     for file in sorted(path.glob("*.json")):
         try:
             record = read_json(file, FileKind.PLAN)
-            there[file] = math.prod(int(record[name]) for name in _DEGREES)
+            there[file] = num_ranks(record)
         except (FileError, KeyError, TypeError, ValueError) as error:
             faults.append(f"{file.name}: no plan ({error})")
     fitting = [file for file, world in there.items() if world == world_size]

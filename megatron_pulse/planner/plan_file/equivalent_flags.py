@@ -24,6 +24,7 @@ def decided_flags(plan: PlanFile) -> dict[str, Any]:
     return {
         "pipeline_model_parallel_size": plan.pipeline,
         "tensor_model_parallel_size": plan.tensor,
+        "context_parallel_size": plan.context,
         "global_batch_size": plan.global_batch_size,
         "micro_batch_size": plan.micro_batch_size,
         "bf16": plan.dtype == "bfloat16",
@@ -52,6 +53,8 @@ def equivalent_flags(plan: PlanFile) -> str:
 
 def _equivalent(plan: PlanFile) -> Iterator[str]:
     for name, value in decided_flags(plan).items():
+        if name == "context_parallel_size" and value == 1:
+            continue
         if value is not None and value is not False:
             yield flag_name(name) if value is True else f"{flag_name(name)} {value}"
     if plan.fsdp is not None:

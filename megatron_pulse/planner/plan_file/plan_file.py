@@ -30,6 +30,7 @@ from megatron_pulse.planner.layout.layouts import layout_name
 from megatron_pulse.planner.layout.placement import Partition, Placement, make_placement
 from megatron_pulse.planner.partition.memory import ADAM_BYTES, ParameterState
 from megatron_pulse.planner.plan_file.consistency import (
+    context_faults,
     edge_faults,
     fsdp_faults,
     shape_faults,
@@ -85,7 +86,8 @@ class PlanFile:
     that of the computation alone, and predictions include collectives.
 
     Rank k of the plan runs on device ``device_order[k]`` of the cluster (default: device k), if the
-    cluster's devices differ.
+    cluster's devices differ. ``context`` ranks share the tokens of a sample; the profile is of
+    whole tokens, and times are those of a rank.
     """
 
     backbone: Mapping[str, Any]
@@ -119,6 +121,7 @@ class PlanFile:
     shapes: tuple[ShapePlan, ...] = ()
     fsdp: FsdpLayout | None = None
     device_order: tuple[int, ...] | None = None
+    context: int = 1
 
     @property
     def mixed(self) -> bool:
@@ -134,7 +137,7 @@ class PlanFile:
     def ranks(self) -> RankOrder:
         """Ranks of the plan in its ``cluster``."""
         of = self.cluster, self.pipeline, self.data, self.tensor
-        return RankOrder(*of, self.rank_order == "tp-pp-dp")
+        return RankOrder(*of, self.rank_order == "tp-pp-dp", self.context)
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -145,9 +148,15 @@ class PlanFile:
     def heading(self) -> str:
         """Summary of the plan in one line."""
         return (
-            f"{name_of(self.backbone)} on {self.world_size} rank(s): pipeline {self.pipeline} x "
-            f"data {self.data} x tensor {self.tensor}, {self.layout} ({len(self.stages)} stage(s))"
+            f"{name_of(self.backbone)} on {self.world_size} rank(s): {self.degrees}, "
+            f"{self.layout} ({len(self.stages)} stage(s))"
         )
+
+    @property
+    def degrees(self) -> str:
+        """Parallel degrees as text."""
+        said = f"pipeline {self.pipeline} x data {self.data} x tensor {self.tensor}"
+        return said + f" x context {self.context}" * (self.context > 1)
 
     @property
     def layout(self) -> str:
@@ -159,7 +168,7 @@ class PlanFile:
     @property
     def world_size(self) -> int:
         """Number of ranks of the job."""
-        return self.pipeline * self.data * self.tensor
+        return self.pipeline * self.data * self.tensor * self.context
 
     @property
     def token_slices(self) -> int:
@@ -315,6 +324,9 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
                     record["times"] |= dict(zip(OFFLOAD_KEYS, moved, strict=True))
             case "edges":
                 pass
+            case "context":
+                if plan.context > 1:
+                    record["context"] = plan.context
             case "encoders" | "before_step" | "policies" as name:
                 if (given := getattr(plan, name)) is not None:
                     record[name] = list(given)
@@ -442,6 +454,7 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
     if "device_order" in given:
         given["device_order"] = tuple(given["device_order"])
     given["shapes"], wrong = _shapes_from(record)
+    wrong += context_faults(record, profile)
     if fsdp := record.get("fsdp"):
         layout = FsdpLayout(**{**fsdp, "starts": tuple(fsdp["starts"])})
         given["fsdp"] = replace(layout, gathering=Gathering(layout.gathering))

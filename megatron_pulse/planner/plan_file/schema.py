@@ -216,6 +216,7 @@ class _Plan(TypedDict):
     dpo: NotRequired[bool]
     shapes: NotRequired[Some[_Shape]]
     fsdp: NotRequired[_Fsdp]
+    context: NotRequired[Count]
     device_order: NotRequired[
         Annotated[Some[Natural], "the device of the cluster for each rank, each once"]
     ]

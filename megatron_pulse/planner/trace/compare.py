@@ -111,6 +111,7 @@ def mismatches(plan: PlanFile, trace: Trace) -> list[str]:
         "pipeline": plan.pipeline,
         "data": plan.data,
         "tensor": plan.tensor,
+        "context": plan.context,
         "micro_batch_size": plan.micro_batch_size,
         "dtype": plan.dtype,
         "recompute": tell_layers(plan.activations.recompute, len(plan.profile.layers)),

@@ -45,11 +45,12 @@ def rescale(profile: Profile, plan: PlanFile, measured: ScheduleProblem) -> Prof
     names = [name for stage in plan.stages for name in stage]
     if names != [layer.name for layer in profile.layers]:
         faults.append(f"the profile has other layers than {plan.backbone['name']} in the plan")
-    if plan.tensor > 1:
-        faults.append(
-            f"the run divided layers over {plan.tensor} ranks, but a profile has whole layers: "
-            "trace a run with tensor 1"
-        )
+    for name in ("tensor", "context"):
+        if (size := getattr(plan, name)) > 1:
+            faults.append(
+                f"the run divided layers over {size} ranks, but a profile has whole layers: trace "
+                f"a run with {name} 1"
+            )
     if plan.mixed:
         faults.append(
             "the run was on devices of several kinds, each of which ran only some stages. Run "

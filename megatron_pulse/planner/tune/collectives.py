@@ -5,6 +5,9 @@ sums its outputs, a column-parallel one the gradients of its input. Under sequen
 sum is a reduce-scatter, and divided tensors are gathered again. These are the input of a
 column-parallel linear, in both passes, and the output gradient of a row-parallel one.
 
+Context-parallel ranks exchange what an attention takes and gives by all-to-alls, and values that
+are gathered (``tracing.context_parallel``).
+
 Gradients are summed over replicas in the buckets of ``core/distributed/param_and_grad_buffer.py``
 and ``core/optimizer/distrib_optimizer.py``.
 """
@@ -17,6 +20,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.profile.context_costs import LayerContextCosts
 from megatron_pulse.profile.layer_records import ShardSums
 
 BUCKET_PARAMETERS = 40_000_000
@@ -32,15 +36,16 @@ class CollectiveKind(StrEnum):
     ALL_REDUCE = "all-reduce"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_GATHER = "all-gather"
+    ALL_TO_ALL = "all-to-all"
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
     """One collective call. ``num_bytes`` is the size of the whole tensor, also where ranks hold
-    parts."""
+    parts. Of an all-to-all it is what one rank has for all ranks."""
 
     kind: CollectiveKind
-    num_bytes: int
+    num_bytes: float
 
 
 def collective_s(
@@ -51,6 +56,7 @@ def collective_s(
         CollectiveKind.ALL_REDUCE: cluster.allreduce_s,
         CollectiveKind.REDUCE_SCATTER: cluster.reduce_scatter_s,
         CollectiveKind.ALL_GATHER: cluster.all_gather_s,
+        CollectiveKind.ALL_TO_ALL: cluster.all_to_all_s,
     }
     return seconds[call.kind](call.num_bytes, ranks, concurrent) if call.num_bytes else 0.0
 
@@ -84,6 +90,22 @@ def backward_sums(
         yield from _all(CollectiveKind.ALL_GATHER, sums.columns, samples)
     kind = CollectiveKind.REDUCE_SCATTER if sequence_parallel else CollectiveKind.ALL_REDUCE
     yield from _all(kind, sums.columns, samples)
+
+
+def context_exchanges(
+    layer: LayerContextCosts, samples: int, size: int
+) -> Iterator[CollectiveCall]:
+    """All-to-alls of a layer's forward, or of its backward, on one microbatch of ``samples``.
+
+    Of ``size`` context-parallel ranks, each has its part of an attention's tensors, which take two
+    exchanges. Of a gathered value it sends its part to each rank.
+    """
+    for num_bytes, calls in (
+        (layer.all_to_all_bytes / size, 2 * layer.num_attentions),
+        (layer.gathered_bytes, layer.num_gathers),
+    ):
+        for _ in range(calls):
+            yield CollectiveCall(CollectiveKind.ALL_TO_ALL, samples * num_bytes / calls)
 
 
 def _all(kind: CollectiveKind, sizes: Sequence[int], samples: int) -> Iterator[CollectiveCall]:

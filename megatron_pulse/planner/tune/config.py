@@ -50,7 +50,8 @@ class Config:
     in the pipeline are neighbours in a node (Megatron's tp-pp-dp order). Otherwise replicas are
     (tp-dp-pp, its default). ``fsdp`` shards the parameters of one pipeline device. Rank k runs on
     device ``device_order[k]`` of a cluster of unlike devices (empty: device k).
-    ``offloads_weights`` keeps all frozen weights in host memory, unlike the profile.
+    ``offloads_weights`` keeps all frozen weights in host memory, unlike the profile. ``context``
+    ranks share the tokens of a sample.
     """
 
     pipeline: int
@@ -66,6 +67,17 @@ class Config:
     fsdp: FsdpLayout | None = None
     device_order: tuple[int, ...] = ()
     offloads_weights: bool = False
+    context: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold equal parameters: of all replicas, and those that share tokens."""
+        return self.data * self.context
+
+    @property
+    def work_of_rank(self) -> tuple[int, int, int]:
+        """Microbatch size and the degrees that divide its work: tensor, context."""
+        return self.micro_batch_size, self.tensor, self.context
 
     @property
     def placement(self) -> Placement:
@@ -77,7 +89,9 @@ class Config:
         return global_batch_size // (self.data * self.micro_batch_size)
 
     def __str__(self) -> str:
-        parts = [f"P={self.pipeline} D={self.data} T={self.tensor} b={self.micro_batch_size}"]
+        degrees = f"P={self.pipeline} D={self.data} T={self.tensor}"
+        degrees += f" K={self.context}" * (self.context > 1)
+        parts = [f"{degrees} b={self.micro_batch_size}"]
         parts.append(self.layout.name if self.fsdp is None else str(self.fsdp))
         for name in ("split", "max_in_flight"):
             parts += [name] * getattr(self, name)
@@ -100,7 +114,8 @@ class Choices:
 
     One replica has no optimizer state to divide, so it takes the first of
     ``distributed_optimizer``. With ``pairs``, microbatches have even sizes. ``fsdp`` allows FSDP
-    beside pipelines.
+    beside pipelines. ``context`` None stands for 1, and for the powers of two that divide the heads
+    if the profile has costs of context parallelism.
     """
 
     layouts: tuple[Layout, ...] = tuple(LAYOUTS.values())
@@ -113,6 +128,7 @@ class Choices:
     distributed_optimizer: tuple[bool, ...] = (False, True)
     pairs: bool = False
     fsdp: bool = True
+    context: tuple[int, ...] | None = None
 
 
 def configs(
@@ -124,18 +140,22 @@ def configs(
 ) -> Iterator[Config]:
     """Enumerate the configs that use every device and divide the batch, without duplicates.
 
-    Tensor parallelism stays inside a node. Without skips there is one kind of fold. On one node the
-    order of ranks does not matter.
+    Tensor and context parallelism stay inside a node. Without skips there is one kind of fold. The
+    order of ranks does not matter on one node, and is Megatron's default with context parallelism.
     """
     several = num_devices > devices_per_node
-    for pipeline, tensor in product(divisors(num_devices), choices.tensor):
+    for pipeline, tensor, context in product(
+        divisors(num_devices), choices.tensor, choices.context or (1,)
+    ):
+        shared = tensor * context
         if choices.pipeline is not None and pipeline not in choices.pipeline:
             continue
-        if num_devices % (pipeline * tensor) or devices_per_node % tensor:
+        if num_devices % (pipeline * shared) or devices_per_node % shared:
             continue
-        data = num_devices // (pipeline * tensor)
+        data = num_devices // (pipeline * shared)
         if global_batch_size % data:
             continue
+        reorders = several and pipeline > 1 and data > 1 and context == 1
         for size in _sizes(global_batch_size // data, choices):
             for layout in choices.layouts:
                 if (layout == WHOLE) != (pipeline == 1):
@@ -146,8 +166,8 @@ def configs(
                     choices.split if pipeline > 1 else (False,),
                     choices.max_in_flight if pipeline > 1 else (False,),
                     choices.recompute,
-                    choices.distributed_optimizer[: None if data > 1 else 1],
-                    (False, True) if several and pipeline > 1 and data > 1 else (False,),
+                    choices.distributed_optimizer[: None if data * context > 1 else 1],
+                    (False, True) if reorders else (False,),
                 ):
                     yield Config(
                         pipeline,
@@ -160,6 +180,7 @@ def configs(
                         recompute,
                         divided,
                         inside,
+                        context=context,
                     )
 
 
@@ -172,15 +193,18 @@ def why_none(
 ) -> str | None:
     """Reason why there are no ``configs``, with the values that would be possible; None if there
     are some."""
+    shared = {tensor * context for tensor in choices.tensor for context in choices.context or (1,)}
     degrees = [
-        (pipeline, tensor)
-        for pipeline, tensor in product(divisors(num_devices), choices.tensor)
-        if not (num_devices % (pipeline * tensor) or devices_per_node % tensor)
+        (pipeline, each)
+        for pipeline, each in product(divisors(num_devices), sorted(shared))
+        if not (num_devices % (pipeline * each) or devices_per_node % each)
     ]
+    sharing = f"tensor degree {_listed(choices.tensor)}"
+    sharing += f" x context degree {_listed(choices.context)}" if choices.context else ""
     if not degrees:
         both = [t for t in divisors(devices_per_node) if num_devices % t == 0]
         return (
-            f"tensor degree {_listed(choices.tensor)}: none divides both the {num_devices} devices "
+            f"{sharing}: none divides both the {num_devices} devices "
             f"and the {devices_per_node} of a node. Possible: {_listed(both)}"
         )
     able, wanted = {pipeline for pipeline, _ in degrees}, choices.pipeline
@@ -188,7 +212,7 @@ def why_none(
     if not degrees:
         return (
             f"pipeline degree {_listed(wanted or ())}: none divides {num_devices} devices with "
-            f"tensor degree {_listed(choices.tensor)}. Possible: {_listed(able)}"
+            f"{sharing}. Possible: {_listed(able)}"
         )
     layouts = set(choices.layouts) - (set() if has_skips else {FOLD_SOFT})
     names, asked = ", ".join(map(str, choices.layouts)), {pipeline for pipeline, _ in degrees}
@@ -201,7 +225,7 @@ def why_none(
             f"{WHOLE} requires degree 1, all others more"
             f"{'' if has_skips else f', and {FOLD_SOFT} requires a backbone with skips'}"
         )
-    shares = {num_devices // (pipeline * tensor) for pipeline, tensor in degrees}
+    shares = {num_devices // (pipeline * each) for pipeline, each in degrees}
     samples = {global_batch_size // data for data in shares if global_batch_size % data == 0}
     if not samples:
         return (
@@ -224,6 +248,7 @@ def unused(candidates: Iterable[Config], choices: Choices) -> dict[str, list[obj
         "layouts": {config.layout for config in known},
         "pipeline": {config.pipeline for config in known},
         "tensor": {config.tensor for config in known},
+        "context": {config.context for config in known},
         "micro_batch_size": {config.micro_batch_size for config in known},
     }
     chosen = {name: getattr(choices, name) for name in kept}

@@ -159,12 +159,13 @@ class Estimator:
     def _least_reduction(self, config: Config) -> float:
         """Lower bound on the device-seconds of gradient reduction and parameter gathering, over all
         devices."""
-        if config.data == 1:
+        if config.replicas == 1:
             return 0.0
         key = (
             config.pipeline,
             config.data,
             config.tensor,
+            config.context,
             config.distributed_optimizer,
             config.pp_before_dp,
         )
@@ -198,7 +199,7 @@ class Estimator:
         The reduction of a stage begins with its last gradients, ``later`` seconds after their lower
         bound.
         """
-        if config.data == 1:
+        if config.replicas == 1:
             return 0.0
         ready = [begin + later for begin in last_gradients(problem, path)]
         latest = 0.0
@@ -279,7 +280,7 @@ class Estimator:
     def optimizer_s(self, config: Config, parameters: float, adam_s: float | None = None) -> float:
         """Seconds of Adam over the ``parameters`` of a rank, with ``adam_s`` for each (default: on
         the slowest device)."""
-        parts = config.data if config.distributed_optimizer else 1
+        parts = config.replicas if config.distributed_optimizer else 1
         return parameters * (self._own_adam_s if adam_s is None else adam_s) / parts
 
     def _about(self, config: Config, work: float, delay: float, held: float) -> float:
@@ -307,8 +308,7 @@ class Estimator:
         """
         key = (
             config.pipeline,
-            config.tensor,
-            config.micro_batch_size,
+            *config.work_of_rank,
             config.layout.kind.name,
             config.layout.num_chunks,
             Recompute.NEVER if config.recompute.as_needed else config.recompute,

@@ -19,6 +19,12 @@ from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedu
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.tune.collectives import buckets
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
+from megatron_pulse.planner.tune.context_rank import (
+    context_costs,
+    exchanging_s,
+    passes_of,
+    sent_bytes,
+)
 from megatron_pulse.planner.tune.estimate import PARAMETER_BYTES, Estimator, is_cpu
 from megatron_pulse.planner.tune.fsdp.baseline import (
     FsdpBaseline,
@@ -37,7 +43,6 @@ from megatron_pulse.planner.tune.partitions.feasible import FeasiblePartitioner
 from megatron_pulse.planner.tune.partitions.gradient_balance import GradientBalancer
 from megatron_pulse.planner.tune.partitions.least_load import Partitioner
 from megatron_pulse.planner.tune.stages import StageBuilder, Stages
-from megatron_pulse.planner.tune.weight_copies import with_weight_copies
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.weight_offload import offload_weights
 
@@ -59,9 +64,10 @@ class Outcome:
 
     ``step_s`` sums the makespan of the pipeline, the exposed gradient reduction, the optimizer and
     ``first_pass_s``. The last is the mean cost of the forwards that a share of the steps runs once
-    before. ``timeline`` belongs to ``problem``, which
-    has fewer microbatches than the step if ``extrapolated``. With ``shapes`` times and traffic are
-    the mean of their steps (see ``with_shapes``).
+    before. ``timeline`` belongs to ``problem``, which has fewer microbatches than the step if
+    ``extrapolated``. With ``shapes`` times and traffic are the mean of their steps (see
+    ``with_shapes``). Context-parallel ranks send ``context_bytes``, in which the device that sends
+    longest spends ``context_s`` of a step; these seconds are part of its computation.
     """
 
     config: Config
@@ -81,6 +87,8 @@ class Outcome:
     extrapolated: bool
     first_pass_s: float = 0.0
     shapes: tuple[ShapeOutcome, ...] = ()
+    context_bytes: float = 0.0
+    context_s: float = 0.0
 
     def with_shapes(self, shapes: tuple[ShapeOutcome, ...]) -> Outcome:
         """Outcome of steps that each have samples of one of ``shapes``.
@@ -106,6 +114,8 @@ class Outcome:
             pipeline_bytes=mean(lambda o: o.pipeline_bytes),
             data_bytes=mean(lambda o: o.data_bytes),
             first_pass_s=mean(lambda o: o.first_pass_s),
+            context_bytes=mean(lambda o: o.context_bytes),
+            context_s=mean(lambda o: o.context_s),
             shapes=shapes,
         )
 
@@ -117,6 +127,8 @@ class Outcome:
     def figures(self) -> dict[str, float | list[float]]:
         """Predicted figures for plans and reports."""
         own = {"first_pass_s": self.first_pass_s} if self.first_pass_s else {}
+        if self.config.context > 1:
+            own |= {"context_bytes_per_sample": self.context_bytes, "context_s": self.context_s}
         return {
             **own,
             "step_s": self.step_s,
@@ -182,7 +194,7 @@ class Evaluator:
         self.first_pass = 1.0 if dpo else self_conditioning
         """Share of steps that run all forwards once before."""
         self.costs = LayerCosts(
-            with_weight_copies(profile, cluster),
+            profile,
             cluster,
             global_batch_size,
             sequence_parallel,
@@ -277,6 +289,8 @@ class Evaluator:
         devices, inside = cluster.num_devices, cluster.devices_per_node
         if self.state.optimizer_cpu_offload:
             choices = replace(choices, distributed_optimizer=(True,))
+        if choices.context is None:
+            choices = replace(choices, context=self.costs.context_degrees())
         if not self.costs.profile.selects:
             known = tuple(r for r in choices.recompute if r is not Recompute.SELECTIVE)
             choices = replace(choices, recompute=known)
@@ -359,10 +373,12 @@ class Evaluator:
         held = stages.per_device(stages.trained)
         optimizer_s = self.estimator.optimizer_of_devices(config, held)
         busy = sum(timeline.busy) / core * count / config.pipeline
-        moved = volume(stages.costs, stages.partition).total * config.tensor
+        shards = config.tensor * config.context
+        moved = volume(stages.costs, stages.partition).total * shards
         gradient = self.costs.gradient_bytes
         back = PARAMETER_BYTES[self.profile.dtype] if config.distributed_optimizer else gradient
-        reduced = (config.data - 1) * (gradient + back) * sum(held) * config.tensor
+        exchanged_bytes, exchanged_s = self.exchanged(config, stages)
+        reduced = (config.replicas - 1) * (gradient + back) * sum(held) * config.tensor
         return Outcome(
             config=config,
             stages=stages,
@@ -380,7 +396,24 @@ class Evaluator:
             data_bytes=reduced / self.global_batch_size,
             extrapolated=count > core,
             first_pass_s=own_s,
+            context_bytes=exchanged_bytes,
+            context_s=exchanged_s,
         )
+
+    def exchanged(self, config: Config, stages: Stages) -> tuple[float, float]:
+        """Bytes per sample that context-parallel ranks send, over all ranks; seconds of a step that
+        the device that sends longest spends on it."""
+        if config.context == 1:
+            return 0.0, 0.0
+        activations, layers = stages.activations, context_costs(self.profile).layers
+        passes_of_layers = passes_of(self.profile, activations, self.first_pass)
+        seconds = [0.0] * config.pipeline
+        for i, (layer, passes) in enumerate(zip(layers, passes_of_layers, strict=True)):
+            each_s = exchanging_s(self.cluster, config.context, layer, config.micro_batch_size)
+            seconds[stages.partition.device_of_layer(i)] += passes * each_s
+        degrees = config.context, config.tensor
+        sent = sum(sent_bytes(self.profile, *degrees, activations, self.first_pass))
+        return sent, self.costs.num_microbatches(config) * max(seconds)
 
     def has_room(self, outcome: Outcome) -> bool:
         """True if the outcome's schedule fits the devices.
@@ -405,7 +438,7 @@ class Evaluator:
 
     def peak_bytes(self, config: Config, stages: Stages, schedule: Schedule) -> tuple[float, ...]:
         """Peak bytes of each device in the schedule."""
-        times = self.costs.times_at(config.micro_batch_size)
+        times = self.costs.times_at(config)
         parts = self.costs.parts(config.tensor)
         return stages.memory_bytes(peak_bytes_in_schedule(stages, times, parts, schedule))
 
@@ -444,7 +477,7 @@ class Evaluator:
         counts = [
             stages.costs.trained_parameters[i] for i in stages.partition.layers_of_stage(stage)
         ]
-        return buckets(counts, config.data, config.distributed_optimizer, first=stage == 0)
+        return buckets(counts, config.replicas, config.distributed_optimizer, first=stage == 0)
 
     def exposed_reduction(
         self,
@@ -459,7 +492,7 @@ class Evaluator:
         start and end in ``last`` of the operation that completes the stage's gradients. Parameters
         are gathered in the same buckets.
         """
-        if config.data == 1:
+        if config.replicas == 1:
             return 0.0
         ranks, placement = self.costs.ranks(config), stages.partition.placement
         dtype, scatter = self.profile.dtype, config.distributed_optimizer

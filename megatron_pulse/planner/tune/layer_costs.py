@@ -3,11 +3,12 @@ mend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, cached_property, lru_cache
 from operator import add
+from typing import Any
 
 from megatron_pulse.backbone.activations import ActivationPolicies, ActivationPolicy
 from megatron_pulse.backbone.costs import ChainCosts
@@ -31,8 +32,10 @@ from megatron_pulse.planner.tune.collectives import (
 )
 from megatron_pulse.planner.tune.composed_costs import composed, of_any
 from megatron_pulse.planner.tune.config import Config, Recompute
+from megatron_pulse.planner.tune.context_rank import context_costs, of_context_rank
 from megatron_pulse.planner.tune.device_orders import device_orders, most_orders
 from megatron_pulse.planner.tune.memory.workspace import Workspace
+from megatron_pulse.planner.tune.weight_copies import with_weight_copies
 from megatron_pulse.profile.layer_records import LayerTimes, ProfiledLayer
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.roofline import ELEMENT_BYTES
@@ -48,7 +51,7 @@ class Unfit(StrEnum):
     ACTIVATIONS = "activations do not fit"
     PARTITION = "no legal partition"
     LONG = "too many microbatches for a schedule"
-    SHARDS = "tensor parallelism does not divide the parameters or heads evenly"
+    SHARDS = "tensor or context parallelism does not divide the parameters or heads evenly"
     SLOWER = "lower bound above the step time of the listed configs"
     SAME = "equivalent to another config"
     LATE = "unexplored when the search ended"
@@ -93,8 +96,8 @@ class LayerCosts:
     on each kind (``Profile.kinds``), or times are taken to be the same. ``sequence_parallel`` says
     whether boundaries can be divided with the tensors (not a UNet's). ``num_heads`` are the numbers
     of attention heads that tensor-parallel ranks share. ``state`` is the state kept per parameter.
-    ``transform`` changes all chain costs, such as ``volume.relayed`` for relayed skips.
-    ``times_at`` are cached layer times of a microbatch size.
+    ``transform`` changes all chain costs, such as ``volume.relayed`` for relayed skips. Offloaded
+    weights are copied before use (``with_weight_copies``).
     """
 
     def __init__(
@@ -107,14 +110,17 @@ class LayerCosts:
         state: ParameterState = DEFAULT_STATE,
         transform: Callable[[ChainCosts], ChainCosts] | None = None,
     ) -> None:
-        self.profile, self.cluster = profile, cluster
+        self.profile, self.cluster = with_weight_copies(profile, cluster), cluster
+        self._given = profile
         self.global_batch_size = global_batch_size
         self.sequence_parallel = sequence_parallel
         self.num_heads, self.state, self.transform = num_heads, state, transform
-        self.times_at = lru_cache(maxsize=None)(profile.times_at)
+        self._profile_of = lru_cache(maxsize=None)(self._make_profile)
+        self._times_of = lru_cache(maxsize=None)(self._make_times)
         self._chain_of = lru_cache(maxsize=512)(self._make_chain)
-        self._workspaces: dict[tuple[int, int, ActivationPolicies], Workspace] = {}
-        self._kinds = {name: profile.of_kind(name) for name in profile.kinds if cluster.mixed}
+        self._workspaces: dict[tuple[object, ...], Workspace] = {}
+        kinds = self.profile.kinds if cluster.mixed else ()
+        self._kinds = {name: self.profile.of_kind(name) for name in kinds}
         missing = {kind.name for kind in cluster.kinds} - self._kinds.keys()
         if self._kinds and missing:
             raise ClusterError(
@@ -131,6 +137,30 @@ class LayerCosts:
     def num_microbatches(self, config: Config) -> int:
         """Microbatches of a step on one pipeline."""
         return config.num_microbatches(self.global_batch_size)
+
+    def profile_of(self, context: int) -> Profile:
+        """Costs on one of ``context`` context-parallel ranks; raises ProfileError if unknown."""
+        return self._profile_of(context)
+
+    def _make_profile(self, context: int) -> Profile:
+        if context == 1:
+            return self.profile
+        return with_weight_copies(of_context_rank(self._given, self.cluster, context), self.cluster)
+
+    def times_at(self, config: Config) -> tuple[LayerTimes, ...]:
+        """Layer times of a rank without tensor parallelism, at the config's microbatch size."""
+        return self._times_of(config.micro_batch_size, config.context)
+
+    def _make_times(self, micro_batch_size: int, context: int) -> tuple[LayerTimes, ...]:
+        return self.profile_of(context).times_at(micro_batch_size)
+
+    def context_degrees(self) -> tuple[int, ...]:
+        """1, and the powers of two that a search may take as context degrees."""
+        costs = self._given.context
+        if costs is None or self.cluster.mixed:
+            return (1,)
+        most = self.cluster.devices_per_node.bit_length()
+        return tuple(2**k for k in range(most) if costs.divides(2**k))
 
     def ranks(self, config: Config) -> RankOrder:
         """Rank order and links of the config."""
@@ -152,11 +182,11 @@ class LayerCosts:
             yield replace(config, device_order=order)
 
     def _make_orders(
-        self, pipeline: int, data: int, tensor: int, pp_before_dp: bool
+        self, pipeline: int, data: int, tensor: int, context: int, pp_before_dp: bool
     ) -> list[tuple[int, ...]]:
         found: dict[tuple[Place, ...], tuple[int, ...]] = {}
         for order in self._device_orders:
-            of = pipeline, data, tensor, pp_before_dp, order
+            of = pipeline, data, tensor, context, pp_before_dp, order
             if not splits_a_kind(self._ranks_of(*of)):
                 found.setdefault(self._places_of(*of), order)
             if len(found) == most_orders(self.cluster):
@@ -174,15 +204,19 @@ class LayerCosts:
         return list(device_orders(self.cluster, speed))
 
     def _make_ranks(
-        self, pipeline: int, data: int, tensor: int, pp_before_dp: bool, order: tuple[int, ...]
+        self,
+        pipeline: int,
+        data: int,
+        tensor: int,
+        context: int,
+        pp_before_dp: bool,
+        order: tuple[int, ...],
     ) -> RankOrder:
         cluster = self.cluster.with_order(order) if order else self.cluster
-        return RankOrder(cluster, pipeline, data, tensor, pp_before_dp)
+        return RankOrder(cluster, pipeline, data, tensor, pp_before_dp, context)
 
-    def _make_places(
-        self, pipeline: int, data: int, tensor: int, pp_before_dp: bool, order: tuple[int, ...]
-    ) -> tuple[Place, ...]:
-        return places_of(self._ranks_of(pipeline, data, tensor, pp_before_dp, order))
+    def _make_places(self, *degrees: Any) -> tuple[Place, ...]:
+        return places_of(self._ranks_of(*degrees))
 
     def speeds(self, config: Config) -> float:
         """Seconds of the least work (``Totals``) that all pipeline devices do in one, at most."""
@@ -206,7 +240,8 @@ class LayerCosts:
         )
 
     def chain(self, config: Config, activations: ActivationPolicies | None = None) -> ChainCosts:
-        """Chain costs on one tensor-parallel rank, under policies (default: ``activations``).
+        """Chain costs on one tensor- and context-parallel rank, under policies (default:
+        ``activations``).
 
         On unlike devices, these are the slowest of the config's devices for each layer.
 
@@ -217,7 +252,7 @@ class LayerCosts:
         if activations is None:
             activations = self.activations(config)
         kinds = self.kinds_at(config)
-        return self.chain_at(config.micro_batch_size, activations, config.tensor, kinds)
+        return self.chain_at(*config.work_of_rank, activations, kinds)
 
     def kinds_at(self, config: Config, device: int | None = None) -> tuple[str, ...]:
         """Kinds of a pipeline device, or of all; empty where their costs are not known apart."""
@@ -230,14 +265,15 @@ class LayerCosts:
     def chain_at(
         self,
         micro_batch_size: int,
-        activations: ActivationPolicies,
         tensor: int,
+        context: int,
+        activations: ActivationPolicies,
         kinds: tuple[str, ...] = (),
     ) -> ChainCosts:
-        """Chain costs as in ``chain``, of any config with this microbatch size and tensor degree,
-        on these ``kinds`` of devices."""
+        """Chain costs as in ``chain``, of any config with this ``work_of_rank``, on these ``kinds``
+        of devices."""
         kinds = kinds if self._kinds else ()
-        return self._chain_of(micro_batch_size, activations.on_device, tensor, kinds)
+        return self._chain_of(micro_batch_size, tensor, context, activations.on_device, kinds)
 
     def chains(
         self, config: Config, activations: ActivationPolicies | None = None
@@ -245,7 +281,7 @@ class LayerCosts:
         """Chain costs on each pipeline device, as in ``chain``."""
         if activations is None:
             activations = self.activations(config)
-        of = config.micro_batch_size, activations, config.tensor
+        of = *config.work_of_rank, activations
         return tuple(self.chain_at(*of, kinds) for kinds in self._kinds_of_places(config))
 
     def cut_chain(
@@ -261,9 +297,9 @@ class LayerCosts:
 
     def workspace(self, config: Config, activations: ActivationPolicies) -> Workspace:
         """Working memory of each layer's operations."""
-        key = config.micro_batch_size, config.tensor, activations
+        key = *config.work_of_rank, activations
         if key not in self._workspaces:
-            times, parts = self.times_at(config.micro_batch_size), self.parts(config.tensor)
+            times, parts = self.times_at(config), self.parts(config.tensor)
             made = Workspace(times, parts, self.chain(config, activations), activations)
             if len(self._workspaces) >= MOST_KNOWN:
                 self._workspaces.clear()
@@ -277,18 +313,18 @@ class LayerCosts:
     def totals(self, config: Config) -> Totals:
         """Sums over the ``chain``."""
         return self._totals_of(
-            *(config.micro_batch_size, config.recompute, config.tensor, config.split),
+            *(*config.work_of_rank, config.recompute, config.split),
             tuple(sorted(set(self._kinds_of_places(config)))),
         )
 
     def per_parameter(self, config: Config) -> float:
         """Bytes per parameter with its gradient and optimizer state, outside the optimizer step."""
-        how = config.distributed_optimizer, config.data, self.state
+        how = config.distributed_optimizer, config.replicas, self.state
         return bytes_per_parameter(self.profile.dtype, *how)
 
     def optimizer_step_bytes(self, config: Config, trained: float) -> float:
         """Additional bytes that the optimizer step needs for ``trained`` parameters."""
-        how = config.distributed_optimizer, config.data, self.state
+        how = config.distributed_optimizer, config.replicas, self.state
         return trained * optimizer_step_bytes(self.profile.dtype, *how)
 
     @property
@@ -302,7 +338,7 @@ class LayerCosts:
 
     def refuse(self, config: Config) -> None:
         """Raise UnfitError for a config that no partition can make fit."""
-        if said := self._indivisible(config.tensor):
+        if said := self._indivisible(config.tensor, config.context):
             raise UnfitError(Unfit.SHARDS, said)
         num_layers = len(self.profile.layers)
         num_stages = config.pipeline * config.layout.num_chunks
@@ -331,8 +367,13 @@ class LayerCosts:
             return self.cluster.usable_bytes
         return sum(place.usable_bytes for place in self.places(config)) / config.pipeline
 
-    def _find_indivisible(self, tensor: int) -> str:
-        """Reason why tensor parallelism of that degree is impossible; "" if it is possible."""
+    def _find_indivisible(self, tensor: int, context: int) -> str:
+        """Reason why these degrees are impossible together; "" if they are possible."""
+        if context > 1 and self.cluster.mixed:
+            return f"K = {context}: ranks that share tokens are on unlike devices"
+        if context > 1 and not (costs := context_costs(self._given)).divides(tensor * context):
+            together = f"T x K = {tensor} x {context}" if tensor > 1 else f"K = {context}"
+            return f"{together} does not divide {', '.join(map(str, costs.heads))} heads"
         sharded = [layer.sharded_parameters for layer in self.profile.layers]
         if tensor > 1 and (not any(sharded) or any(n % tensor for n in sharded)):
             return f"T = {tensor} does not divide the parameters of every layer"
@@ -342,18 +383,18 @@ class LayerCosts:
     def _make_chain(
         self,
         micro_batch_size: int,
-        activations: ActivationPolicies,
         tensor: int,
+        context: int,
+        activations: ActivationPolicies,
         kinds: tuple[str, ...],
     ) -> ChainCosts:
         if len(kinds) > 1:
-            of = micro_batch_size, activations, tensor
+            of = micro_batch_size, tensor, context, activations
             return of_any([self._chain_of(*of, (kind,)) for kind in kinds], max)
-        profile = self._kinds[kinds[0]] if kinds else self.profile
+        profile = self._kinds[kinds[0]] if kinds else self.profile_of(context)
         costs = profile.at(micro_batch_size, activations)
         if tensor > 1:
-            times = profile.times_at(micro_batch_size)
-            costs = self._of_rank(costs, micro_batch_size, activations, tensor, times)
+            costs = self._of_rank(costs, micro_batch_size, activations, tensor, profile, context)
         return costs if self.transform is None else self.transform(costs)
 
     def _of_rank(
@@ -362,12 +403,14 @@ class LayerCosts:
         micro_batch_size: int,
         activations: ActivationPolicies,
         tensor: int,
-        times: Sequence[LayerTimes],
+        profile: Profile,
+        context: int,
     ) -> ChainCosts:
         """Share of the chain's costs of one of several tensor-parallel ranks."""
-        layers, parts = self.profile.layers, self.parts(tensor)
+        layers, parts = profile.layers, self.parts(tensor)
+        times = profile.times_at(micro_batch_size)
         edges = parts if self.sequence_parallel else [1] * len(layers)
-        forward_s, backward_s, repeated_s = self._sums_of(micro_batch_size, tensor)
+        forward_s, backward_s, repeated_s = self._sums_of(micro_batch_size, tensor, context)
         repeated_s = tuple(
             (i in activations.recompute) * seconds for i, seconds in enumerate(repeated_s)
         )
@@ -418,7 +461,7 @@ class LayerCosts:
         return 1 - share + share / tensor if share <= 1 else (2 - share) / tensor
 
     def _make_sums(
-        self, micro_batch_size: int, tensor: int
+        self, micro_batch_size: int, tensor: int, context: int
     ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
         """Seconds of each layer's sums over tensor-parallel ranks: forward, backward without
         recomputation, and recomputation."""
@@ -428,7 +471,7 @@ class LayerCosts:
             return sum(collective_s(self.cluster, call, range(tensor)) for call in calls)
 
         given = micro_batch_size, self.sequence_parallel
-        sums = [layer.shard_sums for layer in self.profile.layers]
+        sums = [layer.shard_sums for layer in self.profile_of(context).layers]
         forward, backward, repeated = (
             tuple(seconds(tuple(of(x, *given))) for x in sums)
             for of in (forward_sums, backward_sums, recomputed_sums)
@@ -438,14 +481,15 @@ class LayerCosts:
     def _make_totals(
         self,
         micro_batch_size: int,
-        recompute: Recompute,
         tensor: int,
+        context: int,
+        recompute: Recompute,
         split: bool,
         places: tuple[tuple[str, ...], ...],
     ) -> Totals:
         def of(recompute: Recompute, kinds: tuple[str, ...]) -> ChainCosts:
             activations = self._activations_of(recompute)
-            return self._chain_of(micro_batch_size, activations, tensor, kinds)
+            return self._chain_of(micro_batch_size, tensor, context, activations, kinds)
 
         costs = of(recompute, places[0]).of_schedule(split)
         saved = costs.saved_bytes
@@ -492,6 +536,6 @@ def _speed(least: Iterable[tuple[float, float]], own: Iterable[tuple[float, floa
     return 1 / min((mine / most for most, mine in pairs if most > 0), default=1.0)
 
 
-def _degrees(config: Config) -> tuple[int, int, int, bool, tuple[int, ...]]:
-    of = config.pipeline, config.data, config.tensor, config.pp_before_dp
+def _degrees(config: Config) -> tuple[int, int, int, int, bool, tuple[int, ...]]:
+    of = config.pipeline, config.data, config.tensor, config.context, config.pp_before_dp
     return *of, config.device_order

@@ -219,9 +219,10 @@ class StageBuilder:
         """Stages of the config with these cuts and this activation policy, whether or not they
         fit."""
         costs, placement = self.costs.cut_chain(config, activations, partition), partition.placement
-        times = self.costs.times_at(config.micro_batch_size)
+        times = self.costs.times_at(config)
         samples = self.costs.global_batch_size // config.data
-        sent, copied = conditioning(self.costs.profile, partition, costs, samples)
+        profile = self.costs.profile_of(config.context)
+        sent, copied = conditioning(profile, partition, costs, samples)
         if copied:
             chains = self.costs.chains(config, activations)
             costs = with_copies(costs, partition, copied, times, activations.recompute, chains)

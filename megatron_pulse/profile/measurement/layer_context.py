@@ -20,13 +20,14 @@ class _SingleRank:
 
 
 def meta_context(
-    dtype: str = "float32", tensor: int = 1, transformer_impl: str = LOCAL
+    dtype: str = "float32", tensor: int = 1, transformer_impl: str = LOCAL, context: int = 1
 ) -> LayerContext:
     """Context for building layers whole (without tensor parallelism) and without initialisation.
 
     Use under ``torch.device("meta")``, or fill the parameters before use. Existing process groups
     are neither needed nor used. ``dtype`` is that of parameters. With ``tensor`` above 1 the layer
-    is that of the first of so many tensor-parallel ranks, whose collectives do nothing.
+    is that of the first of so many tensor-parallel ranks, whose collectives do nothing; ``context``
+    says the same of context-parallel ranks.
     """
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -35,9 +36,9 @@ def meta_context(
     groups = ProcessGroupCollection()
     groups.tp = groups.cp = _SingleRank()
     if tensor > 1:
-        from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
-
-        groups.tp = FakeProcessGroup._create_internal(0, tensor)
+        groups.tp = _silent_backend(tensor)
+    if context > 1:
+        groups.cp = _silent_group(context)
     config = TransformerConfig(
         num_layers=1,
         hidden_size=8,
@@ -49,6 +50,25 @@ def meta_context(
         params_dtype=getattr(torch, dtype),
     )
     return LayerContext(config, groups)
+
+
+def _silent_backend(size: int) -> Any:
+    """First of ``size`` ranks, whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
+
+    return FakeProcessGroup._create_internal(0, size)
+
+
+def _silent_group(size: int) -> Any:
+    """``_silent_backend`` as a group on every device, also for all-to-alls."""
+    import torch
+    from torch.distributed import ProcessGroup
+
+    group = ProcessGroup(0, size)
+    for device in ("cpu", "cuda", "meta"):
+        kind = ProcessGroup.BackendType.CUSTOM
+        group._register_backend(torch.device(device), kind, _silent_backend(size))
+    return group
 
 
 @contextmanager

@@ -63,6 +63,7 @@ def measure(
     running: ExecutionModes | None = None,
     transformer_impl: str = LOCAL,
     token_slices: Sequence[int] = (),
+    context: int = 1,
 ) -> Profile:
     """Profile of ``backbone`` on this machine's ``device``, "cpu" or "cuda".
 
@@ -77,6 +78,8 @@ def measure(
     - ``transformer_impl``: implementation of the layers; Megatron's local ones by default.
     - ``threads``: number of threads on a CPU (default: those of this process).
     - ``token_slices``: further numbers of slices of tokens, each with its own costs.
+    - ``context``: the layers are the share of one of so many context-parallel ranks, whose
+      collectives take no time.
 
     A chain of several shapes is measured at each (see ``over_shapes``). Raises ProfileError if a
     layer does not fit into the device's memory, or if Transformer Engine cannot run.
@@ -96,13 +99,14 @@ def measure(
             backbone,
             lambda one: measure(
                 one, micro_batch_sizes, device, dtype, recompute, patience, once_per_kind,
-                progress, threads, running, transformer_impl,
+                progress, threads, running, transformer_impl, context=context,
             ),
         )  # fmt: skip
     place = torch.device(device)
     require_memory(backbone, place, dtype)
     require_implementation(transformer_impl, place)
-    context, halved = (meta_context(dtype, tensor, transformer_impl) for tensor in (1, 2))
+    whole = meta_context(dtype, 1, transformer_impl, context)
+    halved = meta_context(dtype, 2, transformer_impl)
     sizes: list[ModuleSizes] = []
     measured: dict[int, list[LayerMeasure]] = {size: [] for size in micro_batch_sizes}
     known: dict[str, LayerMeasure] = {}
@@ -114,7 +118,7 @@ def measure(
     halved_s: dict[int, list[float]] = {size: [] for size in micro_batch_sizes}
     everything, silent = range(len(backbone.layers)), not progress
     layers = track(everything, "measuring", "layers", silent=silent, calm=True)
-    checked = naming_module_faults(backbone, dtype)
+    checked = naming_module_faults(backbone, dtype, context)
     with computing_with(threads), checked, some_process_group():
         used_threads = num_threads(place)
 
@@ -140,20 +144,21 @@ def measure(
                 ) from error
             return known[key]
 
-        def built(i: int, context: LayerContext) -> Any:
-            module = backbone.layers[i].build(context).to(place)
+        def built(i: int, within: LayerContext) -> Any:
+            module = backbone.layers[i].build(within).to(place)
             fill(module)
             return module
 
         for i in layers:
-            module = built(i, context)
+            module = built(i, whole)
             for size in micro_batch_sizes:
                 measured[size].append(timed(i, module, size))
             for count, of_slices in sliced.items():
                 of = f"{count} slices" if set_token_slices(module.modules(), count) else "whole"
                 for size in micro_batch_sizes:
                     of_slices[size].append(timed(i, module, size, of))
-            half = built(i, halved) if can_halve(backbone, sizes[i]) else None
+            halves = context == 1 and can_halve(backbone, sizes[i])
+            half = built(i, halved) if halves else None
             for size in micro_batch_sizes:
                 seconds = 0.0 if half is None else timed(i, half, size, "half").whole_s
                 halved_s[size].append(seconds)
@@ -169,9 +174,9 @@ def measure(
         replace(
             layer,
             optimizer_s=seconds,
-            sharded_time=sharded_time(whole.whole_s, half_s) if half_s else 1.0,
+            sharded_time=sharded_time(alone.whole_s, half_s) if half_s else 1.0,
         )
-        for layer, seconds, whole, half_s in zip(
+        for layer, seconds, alone, half_s in zip(
             chain, optimizer_s, measured[most], halved_s[most], strict=True
         )
     )

@@ -15,28 +15,31 @@ from megatron_pulse.profile.measurement.layer_context import meta_context, some_
 
 
 @contextmanager
-def naming_module_faults(backbone: Backbone, dtype: str = "float32") -> Iterator[None]:
+def naming_module_faults(
+    backbone: Backbone, dtype: str = "float32", context: int = 1
+) -> Iterator[None]:
     """Convert errors into BackboneError with a fault per faulty module.
 
-    Other errors pass unchanged. Free of cost without errors.
+    Other errors pass unchanged. Free of cost without errors. ``context`` is that of
+    ``meta_context``.
     """
     try:
         yield
     except Exception as error:
-        if faults := module_faults(backbone, dtype):
+        if faults := module_faults(backbone, dtype, context):
             raise BackboneError(backbone.name, faults) from error
         raise
 
 
-def module_faults(backbone: Backbone, dtype: str = "float32") -> list[str]:
+def module_faults(backbone: Backbone, dtype: str = "float32", context: int = 1) -> list[str]:
     """Faults of all layers' modules, each tried alone on meta tensors."""
-    context = meta_context(dtype)
+    within = meta_context(dtype, context=context)
     faults = []
     with some_process_group(), torch.device("meta"), torch.no_grad():
         for i, layer in enumerate(backbone.layers):
             doing = "built"
             try:
-                module = layer.build(context)
+                module = layer.build(within)
                 doing = "called with the tensors that its layer declares"
                 call = make_call(backbone, i, module, 2, dtype, "meta")
                 if misfit := call.result_mismatch(call.forward()):

@@ -114,6 +114,7 @@ class LayerTraffic:
     - ``all_to_all``: bytes of the ``num_attentions`` attentions' queries, keys, values and results,
       and ``gathered`` those of gathered values, over all ranks.
     - ``gathers``: operations for which values are gathered, with the reasons.
+    - ``heads``: numbers of heads that all-to-alls divide.
     """
 
     layer: str
@@ -122,6 +123,7 @@ class LayerTraffic:
     all_to_all: int
     gathered: int
     gathers: tuple[str, ...]
+    heads: tuple[int, ...] = ()
 
     def sent_per_rank(self, size: int, tensor_parallel: int = 1) -> float:
         """Bytes that one of ``size`` ranks sends, in the mean over ranks.
@@ -158,6 +160,7 @@ def traffic_of(
                 sum(each.num_bytes for each in exchanged) // samples,
                 sum(each.num_bytes for each in gathered) // samples,
                 tuple(f"{each.operation}: {each.reason}" for each in gathered),
+                tuple(sorted({heads for each in exchanged for heads in each.heads})),
             )
         )
     return found

@@ -39,6 +39,7 @@ class Collective:
     - ``num_bytes``: bytes of the tensors that it exchanges, over all ranks.
     - ``operation``, ``place``: for what, with its source line; ``reason``: why it is gathered.
     - ``refused``: nothing can be gathered there (the operation writes in place).
+    - ``heads``: numbers of heads that an all-to-all divides.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Collective:
     place: str
     reason: str = ""
     refused: bool = False
+    heads: tuple[int, ...] = ()
 
 
 class GraphBuilder:
@@ -148,9 +150,10 @@ class GraphBuilder:
         node: fx.Node,
         reason: str = "",
         refused: bool = False,
+        heads: tuple[int, ...] = (),
     ) -> None:
         """Note a collective for a node; see ``Collective``."""
-        of = operation(node), place_of(node), reason, refused
+        of = operation(node), place_of(node), reason, refused, heads
         self.collectives.append(Collective(kind, num_bytes, *of))
 
     def bytes_of(self, node: fx.Node) -> int:
@@ -161,4 +164,5 @@ class GraphBuilder:
     def exchanged(self, node: fx.Node) -> None:
         """Note the all-to-alls of an attention: of queries, keys, values and its result."""
         given = [*node.args[:3], node]
-        self.note("all-to-all", sum(self.bytes_of(each) for each in given), node)
+        heads = tuple(self.values[each].shape[1] for each in given[:2])
+        self.note("all-to-all", sum(self.bytes_of(each) for each in given), node, heads=heads)

@@ -25,6 +25,7 @@ from megatron_pulse.cli.plan.tuning.tune_input import (
     flags_not_applied_to_fsdp,
     given_profile,
     no_cascade,
+    no_context_costs,
     no_encoders_of_one_device,
     no_half_gradients,
     no_prediction_taken,
@@ -44,9 +45,9 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.tune.plans.encoder_policies import EncodedPlan
 
 _DESCRIPTION = """\
-Searches all of this together: pipeline, data and tensor degree, microbatch size, layout (one
-device, sequential, interleaved, fold exact, fold soft, two waves), schedule, activation policies,
-split backward, distributed optimizer, and rank order.
+Searches all of this together: pipeline, data, tensor and context degree, microbatch size, layout
+(one device, sequential, interleaved, fold exact, fold soft, two waves), schedule, activation
+policies, split backward, distributed optimizer, and rank order.
 
 The time of a config is that of its own schedule, simulated with the links of the cluster, gradient
 reduction and optimizer. Its memory is the peak of that schedule and Megatron's state of each
@@ -63,6 +64,7 @@ On a busy machine give it more seconds. A profile with costs in slices of tokens
 memory.
 
   P, D, T      pipeline, data and tensor degree
+  K            context degree: ranks that share the tokens of a sample; they are no replicas
   b, M         samples of a microbatch, microbatches of a step
   inside       what neighbouring ranks share a node for: pipeline or replicas
   samples/s    of the whole cluster
@@ -111,6 +113,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add("--pipeline P[,P...]", "pipeline degrees to try (default: all)")
     add("--tensor T[,T...]", "tensor degrees to try (default 1,2,4,8)")
+    add(
+        "--context-parallel K[,K...]",
+        "numbers of ranks to try that share the tokens of a sample (default: 1, and the powers of "
+        "two that divide the heads, if the profile has their costs)",
+    )
     add("--micro-batch-size N[,N...]", "microbatch sizes to try (default: all powers of two)")
     add(
         "--layouts NAME[,NAME...]",
@@ -237,6 +244,7 @@ def run(args: argparse.Namespace) -> None:
         + no_half_gradients(args, profile)
         + no_prediction_taken(args, profile)
         + one_first_pass(args)
+        + no_context_costs(args, profile)
     )
     warn(
         where.memory_caution,
@@ -310,7 +318,9 @@ def _faults(args: argparse.Namespace) -> list[str]:
 
     is_folder = args.world_sizes is not None
     faults = command_faults(args, without=["output"] if is_folder else [])
-    faults += number_list_faults(args, "pipeline", "tensor", "micro_batch_size", "world_sizes")
+    faults += number_list_faults(
+        args, "pipeline", "tensor", "context_parallel", "micro_batch_size", "world_sizes"
+    )
     for name in (args.layouts or "").split(","):
         if args.layouts is not None and not layouts_called(name.strip()):
             faults.append(f"--layouts: {unknown_name('layout', name.strip(), LAYOUTS)}")

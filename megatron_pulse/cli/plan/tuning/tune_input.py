@@ -12,6 +12,7 @@ from megatron_pulse.cli.backbone_flags import trained_backbone
 from megatron_pulse.cli.flag_checks import require, warn
 from megatron_pulse.cli.import_megatron import prepare_profiling
 from megatron_pulse.cli.shared_flags import numbers
+from megatron_pulse.errors import Faults, UserError, format_faults
 from megatron_pulse.planner.layout.layouts import layouts_called
 from megatron_pulse.profile.roofline import Device, Roofline
 from megatron_pulse.progress import ProgressLine
@@ -114,12 +115,22 @@ def _analytic(
 ) -> Profile:
     """Profile of the backbone flags at microbatch ``sizes``, estimated from a device's peaks."""
     prepare_profiling()
-    from megatron_pulse.profile.analytic import analyse
+    from megatron_pulse.profile.analytic import analyse, analyse_context
     from megatron_pulse.runtime.measure.execution_modes import RUNNING
 
     roofline = Roofline(device, dtype)
     backbone = trained_backbone(args, roofline.dtype)
-    return analyse(backbone, sizes, roofline, progress=True, running=RUNNING)
+    profile = analyse(backbone, sizes, roofline, progress=True, running=RUNNING)
+    asked = numbers(args.context_parallel)
+    if asked == (1,):
+        return profile
+    try:
+        return analyse_context(profile, backbone, roofline, running=RUNNING)
+    except Faults as error:  # no chain whose tokens can be divided
+        if asked is None:
+            return profile
+        title = f"--context-parallel {args.context_parallel}"
+        raise UserError(format_faults(title, error.faults)) from error
 
 
 def backbone_of(profile: Profile) -> Backbone | None:
@@ -187,6 +198,27 @@ def no_prediction_taken(args: argparse.Namespace, profile: Profile) -> list[str]
     ]
 
 
+def no_context_costs(args: argparse.Namespace, profile: Profile) -> list[str]:
+    from megatron_pulse.planner.tune.context_rank import context_costs
+    from megatron_pulse.profile.profile import ProfileError
+
+    asked = [size for size in numbers(args.context_parallel) or () if size > 1]
+    if not asked:
+        return []
+    given = f"--context-parallel {args.context_parallel}"
+    if profile.kinds:
+        return [f"{given}: ranks that share tokens must be alike, and the cluster's devices differ"]
+    try:
+        costs = context_costs(profile)
+    except ProfileError as error:
+        return [f"{given}: {error}"]
+    return [
+        f"{given}: {size} ranks do not divide {', '.join(map(str, costs.heads))} heads"
+        for size in asked
+        if not costs.divides(size)
+    ]
+
+
 def one_first_pass(args: argparse.Namespace) -> list[str]:
     if not args.dpo or args.self_conditioning is None:
         return []
@@ -232,6 +264,7 @@ def choices_of(args: argparse.Namespace) -> Choices:
         choices.distributed_optimizer if args.optimizer == "adam" else (False,),
         pairs=args.dpo,
         fsdp=not args.no_fsdp,
+        context=numbers(args.context_parallel),
     )
 
 

@@ -35,6 +35,9 @@ _STARRED = f"* extrapolated from {CORE} P microbatches"
 def listing(found: Tuning, evaluator: Evaluator) -> list[str]:
     """Table of the best configs, with its notes."""
     rows = [_COLUMNS, *(_row(i, o) for i, o in enumerate(found.outcomes, start=1))]
+    if any(outcome.config.context > 1 for outcome in found.outcomes):
+        degrees = ("K", *(str(outcome.config.context) for outcome in found.outcomes))
+        rows = [(*row, own) for row, own in zip(rows, degrees, strict=True)]
     if evaluator.cluster.mixed:
         kinds = [_kinds(outcome, evaluator) for outcome in found.outcomes]
         rows = [(*row, own) for row, own in zip(rows, ("devices", *kinds), strict=True)]
@@ -211,6 +214,7 @@ def _record(outcome: Outcome, evaluator: Evaluator) -> dict[str, Any]:
         "pipeline": config.pipeline,
         "data": config.data,
         "tensor": config.tensor,
+        **({"context": config.context} if config.context > 1 else {}),
         "micro_batch_size": config.micro_batch_size,
         "num_microbatches": config.num_microbatches(outcome.global_batch_size),
         "layout": _layout(outcome),

@@ -90,9 +90,10 @@ def _train(plan: PlanFile, path: Path | None) -> str:
 
 
 def _plan(plan: PlanFile) -> str:
-    is_data_parallel = plan.data > 1 == plan.pipeline == plan.tensor
+    is_data_parallel = plan.data > 1 == plan.pipeline == plan.tensor == plan.context
+    of_context = f" K={plan.context}" * (plan.context > 1)
     parts = [
-        f"P={plan.pipeline} D={plan.data} T={plan.tensor}",
+        f"P={plan.pipeline} D={plan.data} T={plan.tensor}{of_context}",
         "data parallelism" if is_data_parallel and plan.fsdp is None else plan.layout,
         f"microbatches {'by bucket: ' * bool(plan.shapes)}{plan.microbatches}",
     ]
@@ -131,7 +132,8 @@ def _compared(found: Tuning, evaluator: Evaluator) -> str:
         told = [f"FSDP2 {why}"]
     else:
         told = ["FSDP2 does not fit"]
-    if (best.config.pipeline, best.config.tensor, best.config.fsdp) == (1, 1, None):
+    degrees = best.config.pipeline, best.config.tensor, best.config.context
+    if (*degrees, best.config.fsdp) == (1, 1, 1, None):
         told.append("this plan is data parallelism")
     elif evaluator.global_batch_size % num_devices:
         told.append(f"data parallelism needs a batch that {num_devices} devices divide")

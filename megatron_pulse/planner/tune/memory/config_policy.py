@@ -276,19 +276,21 @@ class ActivationPlanner:
         """Costs and savings of those of ``layers`` that free bytes, at ``times`` microbatches in
         flight, on one pipeline device, or on the slowest."""
         kinds = self.costs.kinds_at(config, device)
-        of = config.micro_batch_size, config.tensor, kinds, times
+        of = config.work_of_rank, kinds, times
         found = (self._savings_of(*of, layer) for layer in layers)
         return (each for each in found if each is not None)
 
     def _make_savings(
-        self, size: int, tensor: int, kinds: tuple[str, ...], times: float, layer: int
+        self, work: tuple[int, int, int], kinds: tuple[str, ...], times: float, layer: int
     ) -> LayerSavings | None:
-        none, recomputed, selective = self._of_each(size, tensor, kinds)
+        none, recomputed, selective = self._of_each(work, kinds)
         kept = none.saved_bytes[layer]
         fewer, less = (kept - costs.saved_bytes[layer] for costs in (recomputed, selective))
         if max(fewer, less) <= 0 or layer in self.costs.profile.embedders:
             return None
-        held, link = self.costs.times_at(size)[layer], self.costs.cluster.to_host
+        size, tensor, context = work
+        held = self.costs.profile_of(context).times_at(size)[layer]
+        link = self.costs.cluster.to_host
         parts = self.costs.parts(tensor)[layer]
         return LayerSavings(
             layer,
@@ -303,12 +305,12 @@ class ActivationPlanner:
         )
 
     def _of_each(
-        self, size: int, tensor: int, kinds: tuple[str, ...]
+        self, work: tuple[int, int, int], kinds: tuple[str, ...]
     ) -> tuple[ChainCosts, ChainCosts, ChainCosts]:
         """Costs with all activations kept, with full recomputation, and with selective
         recomputation."""
         kept, recomputed, selective = (
-            self.costs.chain_at(size, self.costs.profile.all_layers(policy), tensor, kinds)
+            self.costs.chain_at(*work, self.costs.profile.all_layers(policy), kinds)
             for policy in (
                 ActivationPolicy.KEEP,
                 ActivationPolicy.RECOMPUTE,

@@ -99,7 +99,7 @@ class GradientBalancer:
         held, even = max(trained), sum(trained) / len(trained)
         estimate = self.estimator.cut_estimate
         about_s = estimate(config, free)
-        if config.data == 1 or estimate(config, free, even) > (1 - WORTH) * about_s:
+        if config.replicas == 1 or estimate(config, free, even) > (1 - WORTH) * about_s:
             return []
         own_s = least_s = self.estimator.timed_estimate(config, free)
         costs = self.partitioner.chains_over(config, self.costs.activations(config), spread)

@@ -25,9 +25,8 @@ from megatron_pulse.planner.tune.layer_costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.memory.config_policy import ActivationPlanner
 from megatron_pulse.planner.tune.stages import Stages, busiest_link_s
 
-type CostsKey = tuple[int, ActivationPolicies, int, tuple[tuple[str, ...], ...]]
-"""Key of a chain's costs: microbatch size, activation policies, tensor degree, and the kinds of
-each device."""
+type CostsKey = tuple[tuple[int, int, int], ActivationPolicies, tuple[tuple[str, ...], ...]]
+"""Key of a chain's costs: work of a rank, activation policies, and the kinds of each device."""
 
 NEAR = 0.02
 """Relative distance within which a load counts as near the minimum or near an even share."""
@@ -96,7 +95,7 @@ class Partitioner:
         self, config: Config, activations: ActivationPolicies, placement: Placement
     ) -> tuple[ChainCosts, ...]:
         """Chain costs on each device of ``placement``, whose stages are those of the config."""
-        of = config.micro_batch_size, activations, config.tensor
+        of = *config.work_of_rank, activations
         return tuple(self.costs.chain_at(*of, kinds) for kinds in self._kinds(config, placement))
 
     def _kinds(self, config: Config, placement: Placement) -> tuple[tuple[str, ...], ...]:
@@ -121,7 +120,7 @@ class Partitioner:
 
     def _costs_key(self, config: Config, placement: Placement) -> CostsKey:
         activations, kinds = self.costs.activations(config), self._kinds(config, placement)
-        return config.micro_batch_size, activations, config.tensor, kinds
+        return config.work_of_rank, activations, kinds
 
     def goal(self, config: Config) -> Goal:
         """Goal of the partition search.
@@ -176,9 +175,8 @@ class Partitioner:
         self, costs_key: CostsKey, placement: Placement, goal: Goal
     ) -> Partition | PartitionError:
         try:
-            size, activations, tensor, every = costs_key
-            of = size, activations, tensor
-            costs = tuple(self.costs.chain_at(*of, kinds) for kinds in every)
+            work, activations, every = costs_key
+            costs = tuple(self.costs.chain_at(*work, activations, kinds) for kinds in every)
             return find_partition(costs, placement, goal, explain=False)
         except PartitionError as error:
             return error

@@ -25,7 +25,8 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
         evaluator = evaluator.offloading_weights or evaluator
     profile, cluster = evaluator.profile, evaluator.cluster
     config, stages = outcome.config, outcome.stages
-    known = repr(profile) + "".join(repr(own) for own in (profile.shapes, profile.kinds) if own)
+    apart = profile.shapes, profile.kinds, profile.context
+    known = repr(profile) + "".join(repr(own) for own in apart if own)
     partition, certificate = stages.partition, outcome.synthesis.certificate
     names, costs = stages.costs.names, profile.only(config.micro_batch_size)
     plan = PlanFile(
@@ -44,7 +45,7 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
         grad_reduce_in_bf16=evaluator.state.grad_reduce_in_bf16,
         optimizer_cpu_offload=evaluator.state.optimizer_cpu_offload,
         optimizer_bytes=evaluator.state.optimizer_bytes,
-        overlap_grad_reduce=config.data > 1 and config.fsdp is None,
+        overlap_grad_reduce=config.replicas > 1 and config.fsdp is None,
         stages=tuple(
             tuple(names[i] for i in partition.layers_of_stage(s))
             for s in range(partition.placement.num_stages)
@@ -68,6 +69,7 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
         dpo=evaluator.dpo,
         fsdp=config.fsdp,
         device_order=config.device_order or None,
+        context=config.context,
     )
     return replace(plan, shapes=tuple(_shape_plan(plan, shape) for shape in outcome.shapes))
 

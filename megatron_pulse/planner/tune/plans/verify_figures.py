@@ -193,6 +193,7 @@ def _config(plan: PlanFile) -> Config:
         distributed_optimizer=plan.distributed_optimizer,
         pp_before_dp=plan.rank_order == "tp-pp-dp",
         device_order=plan.device_order or (),
+        context=plan.context,
     )
 
 

@@ -44,6 +44,11 @@ def explain(found: Tuning) -> list[str]:
         f"bubbles {_share(mine.idle, best)}, exposed gradient reduction "
         f"{_share(mine.reduction, best)}, optimizer {_share(mine.optimizer, best)}",
     ]
+    if best.context_s:
+        lines.append(
+            f"  of the compute {_share(best.context_s, best)} are exchanges of the "
+            f"{best.config.context} ranks that share tokens, on the device with most"
+        )
     least, most = min(best.memory_bytes), max(best.memory_bytes)
     lines.append(f"  peak memory {least / 1e9:.3g} to {most / 1e9:.3g} GB per device")
     others = {

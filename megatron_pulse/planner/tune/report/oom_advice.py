@@ -182,6 +182,7 @@ _EACH = (
     ("other microbatch sizes", "micro_batch_size"),
     ("other pipeline degrees", "pipeline"),
     ("other tensor degrees", "tensor"),
+    ("other context degrees", "context"),
     ("other layouts", "layouts"),
 )
 

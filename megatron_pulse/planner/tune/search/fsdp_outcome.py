@@ -89,6 +89,7 @@ def _may_choose(
         and not is_cpu(profile)  # predicted 11 to 33 % too fast there
         and (choices.pipeline is None or 1 in choices.pipeline)
         and 1 in choices.tensor
+        and 1 in (choices.context or (1,))
         and WHOLE in choices.layouts
         and True in choices.distributed_optimizer
         and (choices.micro_batch_size is None or micro_batch_size in choices.micro_batch_size)

@@ -10,7 +10,7 @@ from megatron_pulse.planner.tune.config import Config, Recompute
 
 type LayoutKey = tuple[int, Layout, tuple[int, ...]]
 
-type RankKey = tuple[LayoutKey, int, bool]
+type RankKey = tuple[LayoutKey, int, int, bool]
 
 type SizeKey = tuple[RankKey, int, bool]
 
@@ -22,7 +22,7 @@ def layout_key(config: Config) -> LayoutKey:
 
 def rank_key(config: Config) -> RankKey:
     """Group of configs with the same ranks and links."""
-    return layout_key(config), config.tensor, config.pp_before_dp
+    return layout_key(config), config.tensor, config.context, config.pp_before_dp
 
 
 def size_key(config: Config) -> SizeKey:
@@ -67,6 +67,7 @@ def num_stages(config: Config) -> int:
     return config.pipeline * config.layout.num_chunks
 
 
-def rival_names(config: Config) -> tuple[str, str, str]:
-    """Names that tell rivals apart: pipeline degree, tensor degree, layout."""
-    return f"P={config.pipeline}", f"T={config.tensor}", config.layout.name
+def rival_names(config: Config) -> tuple[str, ...]:
+    """Names that tell rivals apart: pipeline, tensor and context degree, layout."""
+    context = [f"K={config.context}"] * (config.context > 1)
+    return f"P={config.pipeline}", f"T={config.tensor}", *context, config.layout.name

@@ -119,4 +119,5 @@ def simplicity(config: Config) -> tuple[int, ...]:
     """Sort key that prefers the simpler of equal configs."""
     extras = (config.recompute, config.split, config.max_in_flight, config.distributed_optimizer)
     exact = not config.layout.collocates
-    return (*map(int, extras), int(exact), config.pipeline, config.tensor)
+    degrees = config.pipeline, config.tensor, config.context
+    return (*map(int, extras), int(exact), *degrees)

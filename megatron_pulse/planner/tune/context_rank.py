@@ -1,0 +1,147 @@
+"""Costs of one context-parallel rank, with the seconds of its exchanges. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, partial
+
+from megatron_pulse.backbone.activations import ActivationPolicies
+from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.tune.collectives import collective_s, context_exchanges
+from megatron_pulse.profile.context_costs import ContextCosts, LayerContextCosts
+from megatron_pulse.profile.layer_records import LayerTimes, ProfiledLayer
+from megatron_pulse.profile.profile import Profile, ProfileError
+
+_SECONDS = (
+    *("forward_s", "input_grad_s", "weight_grad_s", "selective_s"),
+    *("split_forward_s", "split_input_grad_s", "split_weight_grad_s"),
+)
+_SAVED = "saved_bytes", "recompute_bytes", "wgrad_bytes", "selective_bytes", "passed_bytes"
+_PEAKS = "peak_bytes", "forward_bytes", "selective_peak_bytes"
+
+
+def context_costs(profile: Profile) -> ContextCosts:
+    """Costs of context parallelism of ``profile``; raises ProfileError if they are not known."""
+    if profile.context is None:
+        name = str(profile.backbone.get("name", "NAME"))
+        kind = "--module" if ":" in name else "--backbone"
+        raise ProfileError(
+            "the profile has no costs of context parallelism. Make it anew with 'pulse profile "
+            f"{kind} {name} --context-parallel' and the same "
+            "options"
+        )
+    return profile.context
+
+
+def exchanging_s(cluster: Cluster, size: int, layer: LayerContextCosts, samples: int) -> float:
+    """Seconds of a layer's exchanges in a forward or backward of a microbatch of ``samples``.
+
+    All groups of ``size`` ranks of a node exchange at once.
+    """
+    groups = max(1, min(cluster.num_devices, cluster.devices_per_node) // size)
+    calls = context_exchanges(layer, samples, size)
+    return sum(collective_s(cluster, call, range(size), groups) for call in calls)
+
+
+def sent_bytes(
+    profile: Profile,
+    size: int,
+    tensor: int,
+    activations: ActivationPolicies,
+    first_pass: float = 0.0,
+) -> tuple[float, float]:
+    """Bytes that ``size`` ranks send together for a sample of a step: by all-to-alls, and for
+    gathers.
+
+    ``tensor`` ranks divide the heads, and each gathers all. ``first_pass`` is the share of steps
+    with all forwards once more.
+    """
+    by_all_to_all = by_gather = 0.0
+    for passes, layer in zip(
+        passes_of(profile, activations, first_pass), context_costs(profile).layers, strict=True
+    ):
+        exchanged, gathered = layer.sent_bytes(size)
+        by_all_to_all += passes * exchanged
+        by_gather += passes * gathered
+    return by_all_to_all, tensor * by_gather
+
+
+def passes_of(
+    profile: Profile, activations: ActivationPolicies, first_pass: float
+) -> Iterator[float]:
+    """Mean number of passes of each layer in a step, in each of which ranks exchange as much."""
+    for i, has_backward in enumerate(profile.has_backward):
+        yield 1 + first_pass + has_backward * (1 + (i in activations.recompute))
+
+
+def of_context_rank(profile: Profile, cluster: Cluster, size: int) -> Profile:
+    """``profile`` as one of ``size`` context-parallel ranks in a node of ``cluster`` runs it.
+
+    Exchanges lengthen forwards, their recomputation and backwards: nothing overlaps with them.
+    Raises ProfileError if the costs are not known.
+    """
+    if size == 1:
+        return profile
+    costs = context_costs(profile)
+    exchange_s = cache(partial(exchanging_s, cluster, size))
+
+    def of_rank(
+        row: LayerTimes, layer: LayerContextCosts, samples: int, has_backward: bool
+    ) -> LayerTimes:
+        sent_s = exchange_s(layer, samples)
+        more = {"forward_s": sent_s, "input_grad_s": has_backward * sent_s}
+        if any((row.split_forward_s, row.split_input_grad_s, row.split_weight_grad_s)):
+            more |= {f"split_{name}": seconds for name, seconds in more.items()}
+        values: dict[str, float] = {
+            name: getattr(row, name) * layer.time.of(size) + more.get(name, 0.0)
+            for name in _SECONDS
+        }
+        for names, share in ((_SAVED, layer.saved), (_PEAKS, layer.peak)):
+            values |= {name: math.ceil(getattr(row, name) * share.of(size)) for name in names}
+        made = replace(row, **values)  # type: ignore[arg-type]
+        halved_s = row.halved_s * made.whole_s / row.whole_s if row.whole_s else 0.0
+        return replace(made, halved_s=halved_s)
+
+    return replace(
+        profile,
+        layers=tuple(
+            _layer_of_rank(layer, own, size)
+            for layer, own in zip(profile.layers, costs.layers, strict=True)
+        ),
+        times={
+            samples: tuple(
+                of_rank(row, layer, samples, has_backward)
+                for row, layer, has_backward in zip(
+                    rows, costs.layers, profile.has_backward, strict=True
+                )
+            )
+            for samples, rows in profile.times.items()
+        },
+        skips=tuple(
+            replace(skip, num_bytes=_part(skip.num_bytes, divided, size))
+            for skip, divided in zip(profile.skips, costs.skips, strict=True)
+        ),
+        conditioning=tuple(
+            replace(edge, num_bytes=_part(edge.num_bytes, divided, size))
+            for edge, divided in zip(profile.conditioning, costs.conditioning, strict=True)
+        ),
+        shapes=(),
+        context=None,
+    )
+
+
+def _layer_of_rank(layer: ProfiledLayer, costs: LayerContextCosts, size: int) -> ProfiledLayer:
+    """``layer`` of one of ``size`` ranks, with its share of the sums over tensor-parallel ranks."""
+    taken = _part(layer.boundary_bytes, costs.boundary_bytes, size)
+    share, sums = taken / max(1, layer.boundary_bytes), layer.shard_sums
+    rows, columns = (tuple(math.ceil(n * share) for n in of) for of in (sums.rows, sums.columns))
+    return replace(
+        layer, boundary_bytes=taken, shard_sums=replace(sums, rows=rows, columns=columns)
+    )
+
+
+def _part(whole: int, divided: int, size: int) -> int:
+    """Bytes of a rank's share of ``whole``, of which ``divided`` are divided: the largest."""
+    return whole - divided + math.ceil(divided / size)

@@ -1,0 +1,141 @@
+"""Costs of context parallelism, beside those counted of a rank itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.cli.main import main
+from megatron_pulse.errors import Faults
+from megatron_pulse.planner.cluster.cluster import (
+    BandwidthScope,
+    Cluster,
+    ClusterLink,
+    DeviceFigures,
+)
+from megatron_pulse.planner.tune.context_rank import of_context_rank
+from megatron_pulse.profile.analytic import analyse, analyse_context
+from megatron_pulse.profile.context_costs import RankShare
+from megatron_pulse.profile.files import load_profile
+from megatron_pulse.profile.measurement.clock import RepetitionLimits
+from megatron_pulse.profile.measurement.context_rank import with_context_costs
+from megatron_pulse.profile.measurement.measure import measure
+from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.roofline import Roofline, custom_device
+from megatron_pulse.tracing.context_parallel.divided_backbone import divide_context, traffic_of
+from model_specs import allow, load_backbone
+from tests.integration import tiny_tokens
+
+MODULE = f"{tiny_tokens.__file__}:build"
+LARGE = {"width": 512, "heads": 8}
+CPU = Roofline(custom_device(0.1, 2000.0, 8.0), "float32", launch_s=0.0)
+FREE = Cluster(
+    "free", 1, 8, 8.0, DeviceFigures(0.1, 20.0),
+    ClusterLink("loopback", 1e6, 0.0, BandwidthScope.DEVICE),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokens() -> tuple[Backbone, Profile]:
+    allow(MODULE)
+    backbone = load_backbone(MODULE, LARGE)
+    return backbone, analyse_context(analyse(backbone, [1, 4], CPU), backbone, CPU)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_ranks_costs_are_those_counted_of_it(size: int, tokens: tuple[Backbone, Profile]) -> None:
+    """Twice as many ranks as those of which the shares are known, and four times as many."""
+    backbone, profile = tokens
+    divided = divide_context(backbone, 0, size)
+    counted, predicted = (
+        analyse(divided, [4], CPU, context=size),
+        of_context_rank(profile, FREE, size),
+    )
+    for one, other in zip(counted.layers, predicted.layers, strict=True):
+        assert one.boundary_bytes == other.boundary_bytes, one.name
+        assert one.parameters == other.parameters
+    assert [edge.num_bytes for edge in counted.conditioning] == [
+        edge.num_bytes for edge in predicted.conditioning
+    ]
+    total_s = sum(row.whole_s for row in counted.times_at(4))
+    most = max(row.peak_bytes for row in counted.times_at(4))
+    for one, other in zip(counted.times_at(4), predicted.times_at(4), strict=True):
+        assert other.whole_s == pytest.approx(one.whole_s, abs=0.005 * total_s)
+        assert other.saved_bytes == pytest.approx(one.saved_bytes, rel=0.01)
+        assert other.peak_bytes == pytest.approx(one.peak_bytes, abs=0.05 * most)
+
+
+def test_exchanged_bytes_and_heads_are_those_of_the_graph(
+    tokens: tuple[Backbone, Profile],
+) -> None:
+    backbone, profile = tokens
+    assert profile.context is not None
+    assert profile.context.heads == (8,)
+    for layer, sent in zip(profile.context.layers, traffic_of(backbone, 4), strict=True):
+        assert sum(layer.sent_bytes(4)) == pytest.approx(4 * sent.sent_per_rank(4))
+        assert layer.num_attentions == sent.num_attentions
+        assert layer.num_gathers == len(sent.gathers)
+    assert sum(layer.num_attentions for layer in profile.context.layers) == 6
+    whole = [layer.boundary_bytes for layer in profile.layers]
+    assert all(c.boundary_bytes <= n for c, n in zip(profile.context.layers, whole, strict=True))
+
+
+def test_measured_profile_has_the_same_bytes(tokens: tuple[Backbone, Profile]) -> None:
+    """And shares of time from layers that one of two ranks runs."""
+    backbone, counted = tokens
+    patience = RepetitionLimits(min_repetitions=1, enough_s=0.0, limit_s=0.1)
+
+    def measured(layers: Backbone, context: int = 1) -> Profile:
+        return measure(layers, [4], patience=patience, once_per_kind=True, context=context)
+
+    found = with_context_costs(measured(backbone), backbone, measured).context
+    expected = counted.context
+    assert found is not None and expected is not None
+    assert (found.heads, found.conditioning) == (expected.heads, expected.conditioning)
+    for one, other in zip(found.layers, expected.layers, strict=True):
+        assert (one.boundary_bytes, one.all_to_all_bytes) == (
+            other.boundary_bytes,
+            other.all_to_all_bytes,
+        )
+        assert one.saved.of(4) == pytest.approx(other.saved.of(4), rel=0.01)
+
+
+def test_shares_of_ranks_by_hand() -> None:
+    assert RankShare.fit(100.0, {2: 60.0}) == RankShare(0.2, 0.8)
+    assert RankShare.fit(100.0, {2: 70.0, 4: 40.0}) == RankShare(0.1, 1.2)  # 10 + 120 / K
+    assert RankShare.fit(100.0, {2: 40.0, 4: 15.0}) == RankShare(0.0, 0.8)  # less than halved
+    assert RankShare.fit(100.0, {2: 50.0, 4: 60.0}) == RankShare(0.5, 0.0)
+    assert RankShare.fit(0.0, {2: 0.0}).of(2) == 0.5
+
+
+def test_backbones_without_tokens_are_refused() -> None:
+    unet = load_backbone("unet-tiny", {"sample_size": 8})
+    with pytest.raises(Faults):
+        analyse_context(analyse(unet, [1], CPU), unet, CPU)
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, plan = tmp_path / "profile.json", tmp_path / "plan.json"
+    given = ["--module", MODULE, "--option", "width=512", "--option", "heads=8"]
+    figures = ["--peak-tflops", "1", "--bandwidth-gbs", "100", "--memory-gb", "8"]
+    made = ["profile", *given, *figures, "--dtype", "float32", "-o", str(file)]
+    assert main(made) == 0
+    where = tmp_path / "ours.yaml"
+    where.write_text(
+        "name: ours\nnodes: 1\ndevices_per_node: 4\nmemory_gb: 8\n"
+        "device: {tflops: 1, bandwidth_gbs: 100}\n"
+        "links:\n  intra_node: {kind: pcie, bandwidth_gbs: 10, latency_us: 5, shared: device}\n"
+    )
+    tuned = ["tune", "--profile", str(file), "--cluster", str(where), "--global-batch-size", "4"]
+    tuned += ["--seconds", "2", "-o", str(plan), "--context-parallel", "2,4", "--no-fsdp"]
+    assert main(tuned) != 0
+    assert "--context-parallel' and the same options" in capsys.readouterr().err
+    assert main([*made, "--context-parallel"]) == 0
+    assert "exchange" in capsys.readouterr().out
+    assert load_profile(file).context is not None
+    assert main(tuned) == 0
+    assert " K=" in capsys.readouterr().out
+    assert main(["check", str(plan)]) == 0
+    assert "ranks share tokens; each sends" in capsys.readouterr().out
