@@ -187,7 +187,10 @@ class Profile:
         return tuple(between(a, b, share, least=micro_batch_size / low) for a, b in pairs)
 
     def in_slices(self, token_slices: int) -> Profile:
-        """Profile with token-wise parts in slices; raises ProfileError if costs are unknown."""
+        """Profile with token-wise parts in slices, without costs of context parallelism.
+
+        Raises ProfileError if costs are unknown.
+        """
         if token_slices == self.token_slices:
             return self
         if token_slices not in self.sliced:
@@ -197,7 +200,8 @@ class Profile:
             )
         others = {**self.sliced, self.token_slices: self.times}
         times = others.pop(token_slices)
-        return replace(self, times=times, token_slices=token_slices, sliced=others)
+        context = self.context if token_slices == 1 else None
+        return replace(self, times=times, token_slices=token_slices, sliced=others, context=context)
 
     def only(self, micro_batch_size: int) -> Profile:
         """Profile at one microbatch size alone, interpolated if necessary.
