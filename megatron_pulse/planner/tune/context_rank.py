@@ -18,7 +18,7 @@ _SECONDS = (
     *("forward_s", "input_grad_s", "weight_grad_s", "selective_s"),
     *("split_forward_s", "split_input_grad_s", "split_weight_grad_s"),
 )
-_SAVED = "saved_bytes", "recompute_bytes", "wgrad_bytes", "selective_bytes", "passed_bytes"
+_SAVED = "saved_bytes", "recompute_bytes", "wgrad_bytes", "selective_bytes"
 _PEAKS = "peak_bytes", "forward_bytes", "selective_peak_bytes"
 
 
@@ -88,7 +88,11 @@ def of_context_rank(profile: Profile, cluster: Cluster, size: int) -> Profile:
     exchange_s = cache(partial(exchanging_s, cluster, size))
 
     def of_rank(
-        row: LayerTimes, layer: LayerContextCosts, samples: int, has_backward: bool
+        row: LayerTimes,
+        layer: LayerContextCosts,
+        boundary_bytes: int,
+        samples: int,
+        has_backward: bool,
     ) -> LayerTimes:
         sent_s = exchange_s(layer, samples)
         more = {"forward_s": sent_s, "input_grad_s": has_backward * sent_s}
@@ -100,6 +104,8 @@ def of_context_rank(profile: Profile, cluster: Cluster, size: int) -> Profile:
         }
         for names, share in ((_SAVED, layer.saved), (_PEAKS, layer.peak)):
             values |= {name: math.ceil(getattr(row, name) * share.of(size)) for name in names}
+        taken = _part(boundary_bytes, layer.boundary_bytes, size)
+        values["passed_bytes"] = row.passed_bytes * taken // max(1, boundary_bytes)
         made = replace(row, **values)  # type: ignore[arg-type]
         halved_s = row.halved_s * made.whole_s / row.whole_s if row.whole_s else 0.0
         return replace(made, halved_s=halved_s)
@@ -112,9 +118,9 @@ def of_context_rank(profile: Profile, cluster: Cluster, size: int) -> Profile:
         ),
         times={
             samples: tuple(
-                of_rank(row, layer, samples, has_backward)
-                for row, layer, has_backward in zip(
-                    rows, costs.layers, profile.has_backward, strict=True
+                of_rank(row, layer, whole.boundary_bytes, samples, has_backward)
+                for row, layer, whole, has_backward in zip(
+                    rows, costs.layers, profile.layers, profile.has_backward, strict=True
                 )
             )
             for samples, rows in profile.times.items()

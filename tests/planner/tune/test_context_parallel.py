@@ -76,6 +76,20 @@ def test_a_rank_takes_its_share_and_the_exchanges() -> None:
     assert more == pytest.approx(kept.forward_s)  # with its exchanges
 
 
+def test_inputs_passed_on_are_a_ranks_share_of_the_boundary() -> None:
+    """Not of the saved bytes, of which ranks divide less here: recomputation would keep less than
+    nothing."""
+    times = {
+        size: tuple(replace(row, passed_bytes=size * 4_000_000) for row in rows)
+        for size, rows in CHAIN.times.items()
+    }
+    layer = replace(LAYER, saved=RankShare(1.0, 0.0), boundary_bytes=4_000_000)
+    part = of_context_rank(of_tokens(replace(CHAIN, times=times), layer), cluster(1, 8), 4)
+    assert {row.passed_bytes for row in part.times_at(8)} == {8 * 1_000_000}
+    again = part.at(8, ActivationPolicies(frozenset(range(8))))
+    assert again.saved_bytes[0] == 8 * 1_000_000 and set(again.saved_bytes[1:]) == {0}
+
+
 def test_layers_without_a_backward_exchange_forwards_alone() -> None:
     frozen = tuple(
         replace(layer, frozen_parameters=layer.parameters, needs_grad=False)
