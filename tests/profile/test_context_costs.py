@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,20 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert " K=" in capsys.readouterr().out
     assert main(["check", str(plan)]) == 0
     assert "ranks share tokens; each sends" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["uvit-tiny", "flux-tiny", "hunyuan-tiny"])
+def test_a_family_exchanges_its_queries_keys_values_and_results(name: str) -> None:
+    """In half precision: four tensors of the boundary's size an attention."""
+    backbone, half = load_backbone(name, {}), replace(CPU, dtype="bfloat16")
+    profile = analyse_context(analyse(backbone, [2], half), backbone, half)
+    assert profile.context is not None
+    for layer, costs in zip(backbone.layers, profile.context.layers, strict=True):
+        attending = sum(layer.inputs[i].shape[0] for each in layer.attends for i in each)
+        width = layer.inputs[0].shape[-1]
+        assert costs.all_to_all_bytes == 4 * attending * width * 2, layer.name
+    shared = of_context_rank(profile, FREE, 2)
+    skipped = [(a.num_bytes, b.num_bytes) for a, b in zip(profile.skips, shared.skips, strict=True)]
+    assert all(whole == 2 * own for whole, own in skipped) and bool(skipped) != (
+        name == "flux-tiny"
+    )

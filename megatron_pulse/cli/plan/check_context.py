@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_pulse.errors import Faults
 from megatron_pulse.format import in_mb
+from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
@@ -26,10 +27,10 @@ def check_context(plan: PlanFile, backbone: Backbone) -> tuple[list[str], str]:
     sent = 0.0
     for index, own in enumerate(plans):
         try:
-            traffic = traffic_of(backbone, size, index)
+            traffic = traffic_of(backbone, size, index, ELEMENT_BYTES[plan.dtype])
         except Faults as error:
             return [f"context {size}: {fault}" for fault in error.faults], ""
-        sent = max(sent, sum(each.sent_per_rank(size) for each in traffic))
+        sent = max(sent, sum(each.sent_per_rank(size, plan.tensor) for each in traffic))
         costs = context_costs(own.profile).layers
         for i, (layer, does) in enumerate(zip(costs, traffic, strict=True)):
             said = layer.all_to_all_bytes, layer.gathered_bytes

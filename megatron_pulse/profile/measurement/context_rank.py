@@ -12,6 +12,7 @@ from megatron_pulse.errors import Faults
 from megatron_pulse.profile.context_costs import ContextCosts, LayerContextCosts, RankShare
 from megatron_pulse.profile.mean_over_shapes import context_over_shapes
 from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from megatron_pulse.tracing.context_parallel.divided_backbone import LayerTraffic
@@ -33,7 +34,11 @@ def with_context_costs(
 
     shares = _divided(backbone, divide_context)
     parts = {size: profile_rank(share, size) for size, share in shares.items()}
-    each = [traffic_of(backbone, min(parts), index) for index in range(backbone.num_shapes)]
+    compute_bytes = ELEMENT_BYTES[profile.dtype]
+    each = [
+        traffic_of(backbone, min(parts), index, compute_bytes)
+        for index in range(backbone.num_shapes)
+    ]
     if not profile.shapes:
         return replace(profile, context=_costs(profile, parts, each[0], backbone))
     shapes = tuple(
