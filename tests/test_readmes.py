@@ -278,9 +278,7 @@ def drawn_schedules() -> list[tuple[str, list[list[str]]]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("title", "rows"), drawn_schedules(), ids=["map", "1f1b", "whole", "split"]
-)
+@pytest.mark.parametrize(("title", "rows"), drawn_schedules(), ids=["map", "1f1b", "split"])
 def test_drawn_schedules_are_what_they_say(title: str, rows: list[list[str]]) -> None:
     from megatron_pulse.planner.layout.placement import fold, sequential
     from megatron_pulse.planner.schedule.bound.bounds import lower_bound
