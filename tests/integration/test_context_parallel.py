@@ -92,6 +92,20 @@ def test_a_family_that_shares_tokens_trains_as_one_and_in_a_fold_bit_for_bit() -
     assert_same(folded, two)
 
 
+def test_rings_of_a_family_train_as_one_and_in_a_pipeline_bit_for_bit() -> None:
+    """Of 3 heads; attention is recomputed too, or its backward pass split."""
+    heads = ["--pulse-option", "num_heads=3", "--pulse-option", "embed_dim=48"]
+    two = _run(2, 2, *heads, backbone="uvit")
+    _assert_close(two, _run(1, 1, *heads, backbone="uvit"))
+    sequential = ["--pulse-placement", "sequential"]
+    for flags in (
+        [],
+        [*sequential, "--pulse-schedule", "zb-h1"],
+        [*sequential, "--recompute-granularity", "selective"],
+    ):
+        assert_same(_run(4, 2, *heads, *pipeline(2), *flags, backbone="uvit"), two)
+
+
 def test_every_way_to_run_a_pipeline_of_a_family_gives_the_bits_of_none() -> None:
     two = _run(2, 2, backbone="uvit")
     sequential = ["--pulse-placement", "sequential"]
@@ -167,7 +181,6 @@ def test_every_transformer_trains_as_one_and_in_a_pipeline_bit_for_bit(
 
 REFUSED: dict[str, tuple[int, list[str], str]] = {
     "ranks": (3, [], "x --context-parallel-size 2"),
-    "heads": (8, ["--context-parallel-size", "8"], "its 4 heads do not divide over 8 ranks"),
     "tensor parallelism": (4, ["--tensor-model-parallel-size", "2"], "has no tensor parallelism"),
     "FSDP": (4, ["--use-torch-fsdp2"], "--use-torch-fsdp2 cannot be used with"),
     "rank order": (2, ["--use-tp-pp-dp-mapping"], "in Megatron"),
@@ -190,12 +203,6 @@ def test_refused_with_the_reason(what: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 REFUSED_OF_FAMILIES: dict[str, tuple[int, str, list[str], str]] = {
     "a UNet": (2, "unet", [], "unet-tiny has no token sequence between its layers"),
-    "heads": (
-        8,
-        "uvit",
-        ["--context-parallel-size", "4", "--tensor-model-parallel-size", "2"],
-        "--tensor-model-parallel-size 2 x --context-parallel-size 4 does not divide the 4",
-    ),
     "tokens": (
         4,
         "uvit",
