@@ -92,18 +92,22 @@ def test_a_family_that_shares_tokens_trains_as_one_and_in_a_fold_bit_for_bit() -
     assert_same(folded, two)
 
 
-def test_rings_of_a_family_train_as_one_and_in_a_pipeline_bit_for_bit() -> None:
-    """Of 3 heads; attention is recomputed too, or its backward pass split."""
-    heads = ["--pulse-option", "num_heads=3", "--pulse-option", "embed_dim=48"]
-    two = _run(2, 2, *heads, backbone="uvit")
-    _assert_close(two, _run(1, 1, *heads, backbone="uvit"))
-    sequential = ["--pulse-placement", "sequential"]
-    for flags in (
-        [],
-        [*sequential, "--pulse-schedule", "zb-h1"],
-        [*sequential, "--recompute-granularity", "selective"],
-    ):
-        assert_same(_run(4, 2, *heads, *pipeline(2), *flags, backbone="uvit"), two)
+RINGS = {
+    "uvit": ["--pulse-option", "num_heads=3", "--pulse-option", "embed_dim=48"],
+    "tokens": ["--pulse-option", "heads=3", "--pulse-option", "width=12"],
+}
+"""A family and a module, of 3 heads that 2 ranks cannot divide."""
+
+
+@pytest.mark.parametrize("backbone", RINGS)
+def test_rings_train_as_one_and_in_a_pipeline_bit_for_bit(backbone: str) -> None:
+    """Attention is recomputed too, or its backward pass split."""
+    heads = RINGS[backbone]
+    two = _run(2, 2, *heads, backbone=backbone)
+    _assert_close(two, _run(1, 1, *heads, backbone=backbone))
+    split = ["--pulse-placement", "sequential", "--pulse-schedule", "zb-h1"]
+    for flags in ([], [*split, "--recompute-granularity", "selective"]):
+        assert_same(_run(4, 2, *heads, *pipeline(2), *flags, backbone=backbone), two)
 
 
 def test_every_way_to_run_a_pipeline_of_a_family_gives_the_bits_of_none() -> None:
