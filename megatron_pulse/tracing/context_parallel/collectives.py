@@ -108,7 +108,8 @@ def attention(
 
     ``query [b, heads, own tokens, d]``, ``key`` and ``value`` are a rank's shares, ``mask`` is
     whole. Each rank attends with its share of the heads to all tokens. ``segments`` and ``counts``
-    are those of queries and of keys. Source: DeepSpeed Ulysses (arXiv 2309.14509).
+    are those of queries and of keys, whose heads must divide over the ranks. Source: DeepSpeed
+    Ulysses (arXiv 2309.14509).
     """
     of_query, of_key = counts
     size, heads = len(of_query), query.shape[1]

@@ -129,6 +129,19 @@ def test_traffic_of_an_attention_is_four_times_its_queries() -> None:
     assert [each.tokens for each in traffic if each.layer.startswith("blocks")] == [(48,)] * 9
 
 
+def test_traffic_of_a_ring_is_its_keys_and_values_and_backward_their_gradients_too() -> None:
+    chain = Subject("three_heads", "float32").chain
+    attention = [each for each in traffic_of(chain, 4) if each.num_attentions]
+    assert [(each.num_rings, each.all_to_all, each.ring) for each in attention] == [
+        (1, 0, 2 * 7 * 12 * 4)
+    ] * 2
+    assert attention[0].sent_per_rank(4) == 3 / 4 * attention[0].ring
+    assert attention[0].sent_per_rank(4, backward=True) == 2 * 3 / 4 * attention[0].ring
+    lines, record = context_report(chain, 4)
+    assert lines[-1].startswith("2 attentions by a ring of keys and values; ")
+    assert sum(row["num_rings"] for row in record["links"]) == 2
+
+
 def test_the_report_says_what_is_divided_and_sent_or_refused() -> None:
     lines, record = context_report(Subject("ltx", "float32").chain, 2)
     assert "divided from hidden_states on, 12 tokens" in lines[0]
