@@ -67,7 +67,7 @@ def masked(case: Case, generator: torch.Generator) -> Tensor | None:
     return mask
 
 
-def differences(case: Case, group: Any) -> tuple[list[float], tuple[int, int]]:
+def differences(case: Case, group: Any, device: str = "cpu") -> tuple[list[float], tuple[int, int]]:
     """Relative errors of the result and three gradients, and bytes sent forward and backward."""
     generator = torch.Generator().manual_seed(1)
     queries, keys = sum(case.of_query), sum(case.of_key)
@@ -90,33 +90,48 @@ def differences(case: Case, group: Any) -> tuple[list[float], tuple[int, int]]:
     tokens = [Division(2, of).own_tokens(rank, size) for of in (case.of_query, case.of_key)]
     own_tokens = (tokens[0], tokens[1], tokens[1])
     own = [
-        part.index_select(2, at).requires_grad_()
+        part.index_select(2, at).to(device).requires_grad_()
         for part, at in zip(given, own_tokens, strict=True)
     ]
+    mask = None if mask is None else mask.to(device)
     ring._SCORES = case.scores
     with counted() as sent:
         segments = case.of_query, case.of_key
         found = ring_attention(own[0], own[1], own[2], mask, segments, case.scale, group)
         forward = sum(sent)
-        (found * weights.index_select(2, tokens[0])).sum().backward()
+        (found * weights.index_select(2, tokens[0]).to(device)).sum().backward()
     pairs = [(found, wanted, tokens[0])]
     pairs += [(o.grad, w.grad, at) for o, w, at in zip(own, whole, own_tokens, strict=True)]
     errors = []
     for got, expected, at in pairs:
         assert got.dtype == case.dtype
-        error = (got.double() - expected.index_select(2, at)).abs().max() / expected.abs().max()
+        error = (
+            got.cpu().double() - expected.index_select(2, at)
+        ).abs().max() / expected.abs().max()
         errors.append(float(error))
     return errors, (forward, sum(sent) - forward)
 
 
-def compared() -> list[tuple[list[float], tuple[int, int]]]:
+def compared(device: str) -> list[tuple[list[float], tuple[int, int]]]:
     dist.init_process_group("gloo")
-    return [differences(case, own_group()) for case in CASES]
+    return [differences(case, own_group(), device) for case in CASES]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_equals_attention_of_one_process_and_sends_what_the_formula_says(size: int) -> None:
-    every = run_ranks(size, compared)
+    require_equal(size, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_flash_attention_of_blocks_equals_attention_of_one_process() -> None:
+    """Ranks share a GPU; widths are those of flash attention in bf16."""
+    require_equal(3, "cuda")
+
+
+def require_equal(size: int, device: str) -> None:
+    """Compare results and gradients of every case, and bytes with the formula."""
+    every = run_ranks(size, compared, device)
     for number, case in enumerate(CASES):
         found = [of_rank[number] for of_rank in every]
         for errors, _ in found:
