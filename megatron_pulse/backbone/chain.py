@@ -167,7 +167,7 @@ class Backbone:
     - ``null_label``: label of samples whose label is dropped for classifier-free guidance (None:
       there is none).
     - ``num_heads``: numbers of attention heads, each divisible by the number of tensor-parallel
-      ranks times that of context-parallel ranks.
+      ranks.
     - ``patch_size``: side of the sample's square patches. A resolution-dependent shift of the
       diffusion process needs this size.
     - ``shares``: fraction of microbatches of each shape, for planning (empty: equal).

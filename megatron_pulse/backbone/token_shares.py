@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megatron_pulse.backbone.chain import Backbone
@@ -15,6 +15,13 @@ def share_of(length: int, rank: int, size: int) -> tuple[int, int]:
     """
     base, rest = divmod(length, size)
     return rank * base + min(rank, rest), base + (rank < rest)
+
+
+def uses_ring(num_heads: Iterable[int], size: int, tensor_parallel: int = 1) -> bool:
+    """True if ``size`` context-parallel ranks cannot divide heads, of which tensor-parallel ranks
+    have shares: keys and values then visit every rank (ring attention).
+    """
+    return any(heads % (tensor_parallel * size) for heads in num_heads)
 
 
 def with_token_shares(backbone: Backbone, rank: int, size: int) -> Backbone:
@@ -48,5 +55,3 @@ def _faults(backbone: Backbone, size: int) -> Iterator[str]:
     few = {length: (name, shape) for name, shape, length in every if length < size}
     for length, where in sorted(few.items()):
         yield f"{length} tokens of {backbone.place_of(*where)} are fewer than {size} ranks"
-    for heads in sorted({heads for heads in backbone.num_heads if heads % size}):
-        yield f"{heads} attention heads of {backbone.name} do not divide over {size} ranks"

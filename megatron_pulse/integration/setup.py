@@ -348,9 +348,13 @@ def prepare(
         process = process_of(start, options)
     args.pulse_base = getattr(start.saved.arguments, "pulse_base", None) if start else None
     args.pulse_frozen_weights = None
-    saved = start.saved if start else None
+    known = imported = None
+    pretrained = args.pretrained_checkpoint
+    if start is not None:
+        known = start.saved.frozen_weights
+        imported = start.saved.folder if start.saved.released else None
     with collecting(faults):
-        if (frozen := FrozenWeights.of_run(options, saved, args.pretrained_checkpoint)) is not None:
+        if (frozen := FrozenWeights.of_run(options, known, imported, pretrained)) is not None:
             args.pulse_frozen_weights = frozen.to_record()
     try:
         if options.backbone:
@@ -363,7 +367,7 @@ def prepare(
     if backbone is None:
         faults += check_dataset(options.data, line.images)
     else:
-        faults += _undivided(backbone, args.tensor_model_parallel_size, args.context_parallel_size)
+        faults += _undivided(backbone, args.tensor_model_parallel_size)
         args.pulse_record = backbone.saved_record
         args.pulse_process = process.to_dict()
         faults += _model_faults(backbone, options)
@@ -474,7 +478,7 @@ def _own_share(args: argparse.Namespace, backbone: Backbone, rank: int, size: in
     return _divide(backbone, tensor_parallel) if args.sequence_parallel else backbone
 
 
-def _undivided(backbone: Backbone, tensor_parallel: int, context_parallel: int) -> Iterator[str]:
+def _undivided(backbone: Backbone, tensor_parallel: int) -> Iterator[str]:
     """Faults of tensor parallelism of an exported module, or beyond the attention's heads."""
     if tensor_parallel > 1 and source_of(backbone) is not None:
         yield (
@@ -482,14 +486,10 @@ def _undivided(backbone: Backbone, tensor_parallel: int, context_parallel: int) 
             "tensor parallelism; the families of 'pulse backbones' have tensor and sequence "
             "parallelism. Leave it out, or train one of those"
         )
-    given, parts = f"--tensor-model-parallel-size {tensor_parallel}", max(tensor_parallel, 1)
-    if tensor_parallel > 1 and context_parallel > 1:
-        given += f" x --context-parallel-size {context_parallel}"
-        parts *= context_parallel
-    if odd := sorted({heads for heads in backbone.num_heads if heads % parts}):
+    if odd := sorted({heads for heads in backbone.num_heads if heads % max(tensor_parallel, 1)}):
         yield (
-            f"{given} does not divide the {' and '.join(map(str, odd))} attention heads of "
-            f"{backbone.name}. Give a divisor"
+            f"--tensor-model-parallel-size {tensor_parallel} does not divide the "
+            f"{' and '.join(map(str, odd))} attention heads of {backbone.name}. Give a divisor"
         )
 
 

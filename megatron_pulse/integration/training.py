@@ -57,7 +57,7 @@ from megatron_pulse.profile.roofline import ELEMENT_BYTES
 from megatron_pulse.runtime.collectives import gather_objects
 from megatron_pulse.runtime.failure_board import FailureBoard, PulseError
 from megatron_pulse.runtime.self_conditioning import SelfConditioning
-from megatron_pulse.tracing.context_parallel.divided_backbone import traffic_of
+from megatron_pulse.tracing.context_parallel.divided_backbone import kinds_of_attention, traffic_of
 from model_specs import load_recorded
 
 
@@ -281,10 +281,17 @@ def _make_dataset_provider(
 
 def _exchanged(args: argparse.Namespace, plan: Plan) -> str:
     """Line on what context-parallel ranks send to each other."""
-    size, compute_bytes = args.context_parallel_size, ELEMENT_BYTES[compute_dtype(args)]
-    traffic = traffic_of(plan.backbone, size, compute_bytes=compute_bytes)
-    sent = sum(each.sent_per_rank(size, args.tensor_model_parallel_size) for each in traffic)
-    return f"context-parallel ranks send {in_mb(sent)} each for a sample and forward pass"
+    size, tensor = args.context_parallel_size, args.tensor_model_parallel_size
+    compute_bytes = ELEMENT_BYTES[compute_dtype(args)]
+    traffic = traffic_of(plan.backbone, size, compute_bytes=compute_bytes, tensor_parallel=tensor)
+    forward, backward = (
+        in_mb(sum(each.sent_per_rank(size, tensor, backward=way) for each in traffic))
+        for way in (False, True)
+    )
+    return (
+        f"context-parallel ranks send {forward} each for a sample and forward pass, {backward} for "
+        f"a backward pass: {kinds_of_attention(traffic)}"
+    )
 
 
 def _divided(args: argparse.Namespace, plan: Plan) -> str:

@@ -63,12 +63,9 @@ def transformer_config(
     sliced, so the layout does not change them. ``sequence_parallel`` overrides the run's flag for
     families whose tensors between layers are not sequences.
 
-    Raises ValueError if heads or widths are not divisible by the parallel sizes.
+    Raises ValueError if heads or widths are not divisible by the tensor-parallel size.
     """
-    tensor_parallel, context_parallel = (
-        base.tensor_model_parallel_size,
-        base.context_parallel_size,
-    )
+    tensor_parallel = base.tensor_model_parallel_size
     faults = [
         f"{what} {size} is not divisible by the tensor-parallel size {tensor_parallel}"
         for what, size in (
@@ -77,11 +74,6 @@ def transformer_config(
         )
         if size % tensor_parallel
     ]
-    if not faults and num_attention_heads % (tensor_parallel * context_parallel):
-        faults.append(
-            f"number of attention heads {num_attention_heads} is not divisible by the "
-            f"tensor-parallel size {tensor_parallel} x the context-parallel size {context_parallel}"
-        )
     if faults:
         raise Faults(faults)
     config = copy.copy(base)

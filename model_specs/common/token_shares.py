@@ -2,8 +2,9 @@
 
 A rank has a share of each sequence (text, image) between the layers. Self-attention exchanges its
 own tokens of all heads for all tokens of a share of the heads, and back: DeepSpeed Ulysses
-(arXiv 2309.14509). The loss is computed whole on every rank, so a rank's gradients count
-context-parallel-size times; Megatron's average over data- and context-parallel ranks undoes that.
+(arXiv 2309.14509). Where heads do not divide over ranks, it is ring attention. The loss is computed
+whole on every rank, so a rank's gradients count context-parallel-size times; Megatron's average
+over data- and context-parallel ranks undoes that.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank, get_pg_size
 
+from megatron_pulse.backbone.token_shares import uses_ring
 from megatron_pulse.tracing.context_parallel.collectives import to_heads, to_tokens
 from megatron_pulse.tracing.context_parallel.division import Division
+from megatron_pulse.tracing.context_parallel.ring import ring_attention
 from model_specs.common.layers import LayerModule, Table, cp_group
 
 
@@ -47,13 +51,17 @@ class TokenShares:
     def exchanged(self, core: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
         """Builder of ``core`` attention of this rank's share of the heads, to all tokens.
 
-        The module is called with queries, keys and values [own tokens, b, heads, d] and returns
-        [own tokens, b, heads * d], as without context parallelism. It takes no mask.
+        It is ``RingCoreAttention`` instead if the heads do not divide over ranks. The module is
+        called with queries, keys and values [own tokens, b, heads, d] and returns [own tokens, b,
+        heads * d], as without context parallelism. It takes no mask.
         """
         if self.size == 1:
             return core
 
         def build(config: TransformerConfig, *args: Any, **kwargs: Any) -> torch.nn.Module:
+            heads = config.num_attention_heads, config.num_query_groups
+            if uses_ring(heads, self.size, config.tensor_model_parallel_size):
+                return RingCoreAttention(self, kwargs.get("softmax_scale"))
             of_share = copy.copy(config)
             of_share.num_attention_heads //= self.size
             of_share.num_query_groups //= self.size
@@ -64,6 +72,11 @@ class TokenShares:
             return made
 
         return build
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Numbers of tokens, over all ranks, of the present microbatch's sequences."""
+        return self._divisions[self.shape_index].segments
 
     @property
     def _counts(self) -> tuple[int, ...]:
@@ -77,6 +90,35 @@ class TokenShares:
     ) -> torch.Tensor:
         heads = attended.unflatten(2, (given[0].shape[2], -1))
         return to_tokens(heads, self._counts, self.group).flatten(2)
+
+
+class RingCoreAttention(torch.nn.Module):
+    """Unmasked attention of own queries to the keys of all ranks, for any number of heads.
+
+    Takes queries, keys and values [own tokens, b, heads, d] and returns [own tokens, b, heads * d].
+    """
+
+    def __init__(self, shares: TokenShares, softmax_scale: float | None) -> None:
+        super().__init__()
+        self._shares, self.softmax_scale = shares, softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Attention of every query position over all key positions."""
+        if attention_mask is not None or attention_bias is not None or packed_seq_params:
+            raise ValueError("RingCoreAttention supports no mask, bias or packed sequences")
+        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        segments, group = self._shares.segments, self._shares.group
+        of_all = (segments, segments), self.softmax_scale, group
+        return ring_attention(query, key, value, None, *of_all).permute(2, 0, 1, 3).flatten(2)
 
 
 @functools.cache

@@ -74,9 +74,9 @@ BAD: dict[str, tuple[int, list[str], str]] = {
         "17 tokens",
     ),
     "context parallel": (
-        3,
-        ["--context-parallel-size", "3"],
-        "--context-parallel-size 3: 4 attention heads of uvit-tiny do not divide over 3 ranks",
+        20,
+        ["--context-parallel-size", "20"],
+        "--context-parallel-size 20: 18 tokens of embed are fewer than 20 ranks",
     ),
     "own layout": (2, pipeline(2, "--pipeline-model-parallel-layout", "t|t"), "the partition"),
     "checkpoint format": (1, ["--ckpt-format", "torch"], "torch_dist"),

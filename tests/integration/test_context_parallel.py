@@ -111,6 +111,24 @@ def test_a_family_that_shares_tokens_trains_as_one_and_in_a_fold_bit_for_bit() -
     assert_same(folded, two)
 
 
+RINGS = {
+    "uvit": ["--pulse-option", "num_heads=3", "--pulse-option", "embed_dim=48"],
+    "tokens": ["--pulse-option", "heads=3", "--pulse-option", "width=12"],
+}
+"""A family and a module, of 3 heads that 2 ranks cannot divide."""
+
+
+@pytest.mark.parametrize("backbone", RINGS)
+def test_rings_train_as_one_and_in_a_pipeline_bit_for_bit(backbone: str) -> None:
+    """Attention is recomputed too, or its backward pass split."""
+    heads = RINGS[backbone]
+    two = _run(2, 2, *heads, backbone=backbone)
+    _assert_close(two, _run(1, 1, *heads, backbone=backbone))
+    split = ["--pulse-placement", "sequential", "--pulse-schedule", "zb-h1"]
+    for flags in ([], [*split, "--recompute-granularity", "selective"]):
+        assert_same(_run(4, 2, *heads, *pipeline(2), *flags, backbone=backbone), two)
+
+
 def test_every_way_to_run_a_pipeline_of_a_family_gives_the_bits_of_none() -> None:
     two = _run(2, 2, backbone="uvit")
     sequential = ["--pulse-placement", "sequential"]
@@ -232,7 +250,6 @@ def test_a_run_chooses_the_rest_beside_a_given_number_of_ranks(tmp_path: Path) -
 
 REFUSED: dict[str, tuple[int, list[str], str]] = {
     "ranks": (3, [], "x --context-parallel-size 2"),
-    "heads": (8, ["--context-parallel-size", "8"], "its 4 heads do not divide over 8 ranks"),
     "tensor parallelism": (4, ["--tensor-model-parallel-size", "2"], "has no tensor parallelism"),
     "FSDP": (4, ["--use-torch-fsdp2"], "--use-torch-fsdp2 cannot be used with"),
     "rank order": (2, ["--use-tp-pp-dp-mapping"], "in Megatron"),
@@ -254,12 +271,6 @@ def test_refused_with_the_reason(what: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 REFUSED_OF_FAMILIES: dict[str, tuple[int, str, list[str], str]] = {
     "a UNet": (2, "unet", [], "unet-tiny has no token sequence between its layers"),
-    "heads": (
-        8,
-        "uvit",
-        ["--context-parallel-size", "4", "--tensor-model-parallel-size", "2"],
-        "--tensor-model-parallel-size 2 x --context-parallel-size 4 does not divide the 4",
-    ),
     "tokens": (
         4,
         "uvit",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from megatron_pulse.tracing.context_parallel.divided_backbone import divide_cont
 from tests.model_specs.chains import build_chain, relative_error
 from tests.model_specs.test_tensor_parallel import perturb_alike, whole
 from tests.ranks import run_ranks
+from tests.tracing.context_parallel.ranks import counted
 
 type Cases = dict[str, tuple[str, dict[str, Any]]]
 
@@ -52,6 +52,15 @@ EVEN: Cases = {
     "even flux": ("flux-tiny", {**CASES["flux"][1], "context_length": 8}),
 }
 """Cases whose tokens sequence-parallel ranks can divide further."""
+RINGS: Cases = {
+    "uvit of 5 heads": ("uvit-tiny", {"depth": 2, "num_heads": 5, "embed_dim": 40}),
+    "flux of 5 heads": ("flux-tiny", {**CASES["flux"][1], "num_attention_heads": 5}),
+}
+"""Cases whose heads neither 2, 3 nor 4 ranks can divide."""
+SIX_HEADS: Cases = {
+    "flux of 6 heads": ("flux-tiny", {**EVEN["even flux"][1], "num_attention_heads": 6})
+}
+"""A case of whose 3 heads on a tensor-parallel rank there is no half."""
 DTYPES = torch.float32, torch.float64
 
 
@@ -69,13 +78,13 @@ class Way:
 class Found:
     """Predictions of each shape, gradients of all together, and bytes sent by this rank.
 
-    ``sent`` is of the forward passes alone, and with backward; ``predicted`` of the former.
+    ``sent`` and ``predicted`` are of the forward passes, and of the backward passes.
     """
 
     predictions: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
     sent: tuple[int, int]
-    predicted: float
+    predicted: tuple[float, float]
 
 
 def steps(ways: list[Way], cases: Cases) -> dict[tuple[str, Way], Found]:
@@ -108,7 +117,7 @@ def step(way: Way, name: str, options: dict[str, Any]) -> Found:
     )
     parameters = chain.parameters()
     perturb_alike(parameters, way.tensor)
-    predictions, forward, predicted = [], 0, 0.0
+    predictions, forward, predicted = [], 0, [0.0, 0.0]
     with counted() as sent:
         for shape in range(backbone.num_shapes):
             image, fields = chain.batch(SAMPLES, shape=shape)
@@ -118,10 +127,12 @@ def step(way: Way, name: str, options: dict[str, Any]) -> Found:
             generator = torch.Generator().manual_seed(2)
             weights = torch.randn(predictions[-1].shape, generator=generator)
             (predictions[-1] * weights).sum().backward()
-            traffic = traffic_of(backbone, way.context, shape, way.dtype.itemsize)
-            predicted += SAMPLES * sum(
-                each.sent_per_rank(way.context, way.tensor) for each in traffic
+            traffic = traffic_of(
+                backbone, way.context, shape, way.dtype.itemsize, tensor_parallel=way.tensor
             )
+            for each, i in itertools.product(traffic, (0, 1)):
+                of_rank = each.sent_per_rank(way.context, way.tensor, backward=bool(i))
+                predicted[i] += SAMPLES * of_rank
     gradients = {}
     for key, parameter in parameters.items():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -133,23 +144,12 @@ def step(way: Way, name: str, options: dict[str, Any]) -> Found:
             tensor = parallel_state.get_tensor_model_parallel_group()
             torch.distributed.all_reduce(gradient, group=tensor)
         gradients[key] = whole(parameter, gradient) if way.tensor > 1 else gradient
-    return Found([p.detach() for p in predictions], gradients, (forward, sum(sent)), predicted)
-
-
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Bytes that this rank sends to others in each all-to-all."""
-    exchange, sent = torch.distributed.all_to_all_single, list[int]()
-
-    def count(out: Any, given: Any, get: list[int], give: list[int], group: Any) -> None:
-        sent.append((sum(give) - give[group.rank()]) * given[0].nbytes)
-        exchange(out, given, get, give, group=group)
-
-    torch.distributed.all_to_all_single = count  # type: ignore[assignment]
-    try:
-        yield sent
-    finally:
-        torch.distributed.all_to_all_single = exchange
+    return Found(
+        [p.detach() for p in predictions],
+        gradients,
+        (forward, sum(sent) - forward),
+        (predicted[0], predicted[1]),
+    )
 
 
 def differences(found: Found, expected: Found, dtype: torch.dtype) -> Iterator[str]:
@@ -180,7 +180,9 @@ type Alone = dict[tuple[str, torch.dtype], Found]
 @pytest.fixture(scope="module")
 def alone() -> Alone:
     """Results of one process, for every case in both dtypes."""
-    (found,) = run_ranks(1, steps, [Way(dtype=dtype) for dtype in DTYPES], CASES | EVEN)
+    (found,) = run_ranks(
+        1, steps, [Way(dtype=dtype) for dtype in DTYPES], CASES | EVEN | RINGS | SIX_HEADS
+    )
     return {(case, way.dtype): each for (case, way), each in found.items()}
 
 
@@ -193,9 +195,9 @@ def compare(ways: list[Way], cases: Cases, alone: Alone) -> None:
         for of_rank in found:
             told = differences(of_rank, alone[case, way.dtype], way.dtype)
             faults += [f"{case} {way}: {fault}" for fault in told]
-        forward, both = (sum(each.sent[i] for each in found) / len(found) for i in (0, 1))
-        if not forward == both / 2 == (wanted := found[0].predicted) > 0:
-            faults.append(f"{case} {way}: sent {forward} and {both}, predicted {wanted}")
+        sent = tuple(sum(each.sent[i] for each in found) / len(found) for i in (0, 1))
+        if not sent == (wanted := found[0].predicted) > (0, 0):
+            faults.append(f"{case} {way}: sent {sent}, predicted {wanted}")
     assert not faults, "\n".join(faults)
 
 
@@ -204,8 +206,19 @@ def test_ranks_that_share_tokens_compute_what_one_process_does(size: int, alone:
     compare([Way(size, dtype=dtype) for dtype in DTYPES], CASES, alone)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_heads_that_do_not_divide_need_rings(size: int, alone: Alone) -> None:
+    """Flux's rotations are in fp32, whose gradients three ranks round to others."""
+    cases = {name: of for name, of in RINGS.items() if size != 3 or "flux" not in name}
+    for name, options in cases.values():
+        traffic = traffic_of(model_specs.load_backbone(name, options), size)
+        assert sum(each.num_rings for each in traffic) == sum(e.num_attentions for e in traffic) > 0
+    compare([Way(size, dtype=dtype) for dtype in DTYPES], cases, alone)
+
+
 def test_beside_tensor_and_sequence_parallelism(alone: Alone) -> None:
-    compare([Way(2, 2, sp, torch.float64) for sp in (False, True)], EVEN, alone)
+    """A tensor-parallel rank has 3 of 6 heads, which two ranks share by rings."""
+    compare([Way(2, 2, sp, torch.float64) for sp in (False, True)], EVEN | SIX_HEADS, alone)
 
 
 LONG: Cases = {
@@ -302,7 +315,6 @@ def test_shares_of_every_rank_are_those_of_the_whole() -> None:
 REFUSED = {
     "convolutions": ("sd-tiny", {}, 2, "sd-tiny has no token sequence between its layers"),
     "ControlNet": ("controlnet-tiny", {}, 2, "no token sequence between its layers"),
-    "heads": ("uvit-tiny", {}, 3, "4 attention heads of uvit-tiny do not divide over 3 ranks"),
     "tokens": ("flux-tiny", {"num_attention_heads": 8}, 8, "6 tokens of context_embedder are"),
 }
 

@@ -41,9 +41,6 @@ def test_every_reason_against_a_layout_is_given(one_rank):
     base.tensor_model_parallel_size = 5
     with pytest.raises(ValueError, match="(?s)heads 3 .*width 96 "):
         transformer_config(base, **SIZES, init_method=uniform_init)
-    base.tensor_model_parallel_size, base.context_parallel_size = 3, 2
-    with pytest.raises(ValueError, match="size 3 x the context-parallel size 2"):
-        transformer_config(base, **SIZES, init_method=uniform_init)
 
 
 def test_attention_takes_no_mask_but_of_the_keys_of_another_sequence(one_rank):

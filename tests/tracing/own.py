@@ -142,5 +142,9 @@ def mixed() -> tuple[nn.Module, dict[str, Tensor], str]:
     return context_modules.Blocks(), context_modules.given(2), "sample"
 
 
-OWN = {"dense": dense, "masked": masked, "mixed": mixed}
+def three_heads() -> tuple[nn.Module, dict[str, Tensor], str]:
+    return context_modules.Blocks(context_modules.ThreeHeads), context_modules.given(2), "sample"
+
+
+OWN = {"dense": dense, "masked": masked, "mixed": mixed, "three_heads": three_heads}
 """Modules, what they are called with, and which of that is the sample."""

@@ -18,6 +18,7 @@ def context_report(backbone: Backbone, size: int) -> tuple[list[str], dict[str, 
     """Division of ``backbone`` over ``size`` ranks, or why it is refused: lines, and a record."""
     from megatron_pulse.tracing.context_parallel.divided_backbone import (
         first_division,
+        kinds_of_attention,
         traffic_of,
     )
 
@@ -29,6 +30,7 @@ def context_report(backbone: Backbone, size: int) -> tuple[list[str], dict[str, 
         return lines, {"size": size, "refused": error.faults}
     name, length = first_division(backbone, size)
     sent = {each.layer: each.sent_per_rank(size) for each in traffic}
+    backward = sum(each.sent_per_rank(size, backward=True) for each in traffic)
     kinds: dict[LayerTraffic, list[str]] = {}
     for each in traffic:
         if each.tokens or each.num_attentions or each.gathers:
@@ -37,19 +39,21 @@ def context_report(backbone: Backbone, size: int) -> tuple[list[str], dict[str, 
         (
             first + (f" and {len(more)} more" if more else ""),
             " + ".join(map(str, does.tokens)),
-            str(does.num_attentions or ""),
+            str(does.num_attentions - does.num_rings or ""),
+            str(does.num_rings or ""),
             in_mb(sent[first]) if sent[first] else "",
             "; ".join(does.gathers),
         )
         for does, (first, *more) in kinds.items()
     ]
-    titles = ("link", "hands on tokens", "all-to-alls", "a rank sends", "gathered for")
+    titles = ("link", "hands on tokens", "all-to-alls", "rings", "a rank sends", "gathered for")
     lines = [
         f"{title}: divided from {name} on, {with_plural(length, 'token')}; a rank sends "
-        f"{in_mb(sum(sent.values()))} a sample and forward pass",
-        *table([titles, *rows], left=(0, 1, 4)),
-        "a rank sends (K - 1) / K^2 of an attention's queries, keys, values and results, and "
-        "(K - 1) / K of what is gathered",
+        f"{in_mb(sum(sent.values()))} a sample and forward pass, {in_mb(backward)} backward",
+        *table([titles, *rows], left=(0, 1, 5)),
+        f"{kinds_of_attention(traffic)}; a rank sends (K - 1) / K^2 of an attention's queries, "
+        "keys, values and results, but (K - 1) / K of the keys and values of a ring (backward "
+        "twice), and of what is gathered",
     ]
     record = {
         "size": size,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
@@ -23,11 +23,7 @@ from megatron_pulse.integration.checkpoint.folders import (
 )
 from megatron_pulse.integration.checkpoint.integrity.hashes import METADATA
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
-from megatron_pulse.profile.trainable import trained_part
 from model_specs import weights_folder
-
-if TYPE_CHECKING:
-    from megatron_pulse.integration.checkpoint.saved_run import SavedRun
 
 _ENDS = 4096
 """Bytes at either end of a tensor that its digest covers."""
@@ -43,25 +39,28 @@ class FrozenWeights:
 
     @classmethod
     def of_run(
-        cls, options: PulseOptions, start: SavedRun | None = None, pretrained: str | None = None
+        cls,
+        options: PulseOptions,
+        known: FrozenWeights | None = None,
+        imported: Path | None = None,
+        pretrained: str | None = None,
     ) -> FrozenWeights | None:
         """Frozen weights of a run with these options; None if checkpoints must hold them.
 
-        ``start`` is the checkpoint that it begins with, ``pretrained`` a folder that may hold the
-        imported weights if they have moved. Raises UserError if they are gone.
+        The run begins with a checkpoint that leaves out the ``known`` ones, or with what was
+        ``imported``. ``pretrained`` is a folder that may hold imported weights if they have moved.
+        Raises UserError if they are gone.
         """
         if options.adapter.record is None or options.train:
             return None
         folder = weights_folder(options.backbone or "")
         if folder is not None:
             return cls(str(folder.absolute()), digest_of(folder))
-        if start is None:
+        if known is not None:
+            return known._moved(pretrained) if known.imported else None
+        if imported is None:
             return None
-        if (kept := start.frozen_weights) is not None:
-            return kept._moved(pretrained) if kept.imported else None
-        if not start.released or trained_part(start.record).adapter is not None:
-            return None
-        return cls(str(start.folder.absolute()), _digest_of_imported(start.folder), imported=True)
+        return cls(str(imported.absolute()), _digest_of_imported(imported), imported=True)
 
     def _moved(self, pretrained: str | None) -> FrozenWeights:
         """These imported weights where they are now: in their place, or in ``pretrained``."""

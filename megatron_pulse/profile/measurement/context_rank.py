@@ -32,7 +32,17 @@ def with_context_costs(
     """
     from megatron_pulse.tracing.context_parallel.divided_backbone import divide_context, traffic_of
 
-    shares = _divided(backbone, divide_context)
+    def divided(backbone: Backbone, rank: int, size: int) -> Backbone:
+        if rings := [each.layer for each in traffic_of(backbone, size) if each.num_rings]:
+            raise Faults(
+                [
+                    f"{rings[0]}: its heads do not divide over {size} ranks, and plans have no "
+                    "ring attention. Give the layout by flags (--context-parallel-size)"
+                ]
+            )
+        return divide_context(backbone, rank, size)
+
+    shares = _divided(backbone, divided)
     parts = {size: profile_rank(share, size) for size, share in shares.items()}
     compute_bytes = ELEMENT_BYTES[profile.dtype]
     each = [

@@ -6,7 +6,8 @@ of a rank's own tokens is complete.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,13 +53,39 @@ class _Gather(torch.autograd.Function):
         return terms.unflatten(0, (size, own)).sum(0), None, None
 
 
-def _exchange(x: Tensor, give: Sequence[int], get: Sequence[int], group: Group) -> Tensor:
+def start_exchange(
+    x: Tensor, give: Sequence[int], get: Sequence[int], group: Group, of: str
+) -> Callable[[], Tensor]:
+    """Start to send rows of ``x``, ``give[r]`` to rank r; the result waits for ``get[r]`` of it.
+
+    ``x`` is contiguous and must stay unchanged until then. Errors name the operation ``of``.
+    """
     out = x.new_empty((sum(get), *x.shape[1:]))
+    with _naming(of, group):
+        work = dist.all_to_all_single(out, x, list(get), list(give), group=group, async_op=True)
+
+    def finish() -> Tensor:
+        with _naming(of, group):
+            work.wait()
+        return out
+
+    return finish
+
+
+@contextmanager
+def _naming(of: str, group: Group) -> Iterator[None]:
+    """Name the operation and the ranks in errors."""
     try:
-        dist.all_to_all_single(out, x.contiguous(), list(get), list(give), group=group)
+        yield
     except RuntimeError as error:
         ranks = dist.get_process_group_ranks(group)
-        raise RuntimeError(f"all-to-all of the context-parallel ranks {ranks}: {error}") from error
+        raise RuntimeError(f"{of} of the context-parallel ranks {ranks}: {error}") from error
+
+
+def _exchange(x: Tensor, give: Sequence[int], get: Sequence[int], group: Group) -> Tensor:
+    out = x.new_empty((sum(get), *x.shape[1:]))
+    with _naming("all-to-all", group):
+        dist.all_to_all_single(out, x.contiguous(), list(get), list(give), group=group)
     return out
 
 
@@ -81,7 +108,8 @@ def attention(
 
     ``query [b, heads, own tokens, d]``, ``key`` and ``value`` are a rank's shares, ``mask`` is
     whole. Each rank attends with its share of the heads to all tokens. ``segments`` and ``counts``
-    are those of queries and of keys. Source: DeepSpeed Ulysses (arXiv 2309.14509).
+    are those of queries and of keys, whose heads must divide over the ranks. Source: DeepSpeed
+    Ulysses (arXiv 2309.14509).
     """
     of_query, of_key = counts
     size, heads = len(of_query), query.shape[1]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.shape_buckets import at_shape
-from megatron_pulse.backbone.token_shares import with_token_shares
+from megatron_pulse.backbone.token_shares import uses_ring, with_token_shares
 from megatron_pulse.errors import Faults
+from megatron_pulse.format import with_plural
 from megatron_pulse.tracing.chains import Chains
 from megatron_pulse.tracing.context_parallel.divided_chain import (
     DividedChain,
@@ -111,8 +112,9 @@ class LayerTraffic:
     """Bytes that ranks exchange in a layer's forward pass of one sample.
 
     - ``tokens``: number of tokens of each divided tensor that it hands on.
-    - ``all_to_all``: bytes of the ``num_attentions`` attentions' queries, keys, values and results,
-      and ``gathered`` those of gathered values, over all ranks.
+    - ``num_attentions``: attentions of divided keys, of which ``num_rings`` are ring attention.
+    - ``all_to_all``: bytes of the others' queries, keys, values and results; ``ring``: of the keys
+      and values of ring attention; ``gathered``: of gathered values. All are over all ranks.
     - ``gathers``: operations for which values are gathered, with the reasons.
     - ``heads``: numbers of heads that all-to-alls divide.
     """
@@ -120,58 +122,79 @@ class LayerTraffic:
     layer: str
     tokens: tuple[int, ...]
     num_attentions: int
+    num_rings: int
     all_to_all: int
+    ring: int
     gathered: int
     gathers: tuple[str, ...]
     heads: tuple[int, ...] = ()
 
-    def sent_per_rank(self, size: int, tensor_parallel: int = 1) -> float:
+    def sent_per_rank(
+        self, size: int, tensor_parallel: int = 1, *, backward: bool = False
+    ) -> float:
         """Bytes that one of ``size`` ranks sends, in the mean over ranks.
 
-        A rank has 1 / size of a value, and keeps as much of it in an all-to-all. Tensor-parallel
-        ranks divide the heads of attention.
+        A rank has 1 / size of a value, and keeps as much of it in an all-to-all. In a ring it sends
+        the keys and values of all ranks but one, and ``backward`` as many gradients too.
+        Tensor-parallel ranks divide the heads of attention.
         """
-        return (size - 1) / size * (self.all_to_all / size / tensor_parallel + self.gathered)
+        of_heads = self.all_to_all / size + self.ring * (1 + backward)
+        return (size - 1) / size * (of_heads / tensor_parallel + self.gathered)
 
 
 def traffic_of(
-    backbone: Backbone, size: int, shape_index: int = 0, compute_bytes: int = 4
+    backbone: Backbone,
+    size: int,
+    shape_index: int = 0,
+    compute_bytes: int = 4,
+    tensor_parallel: int = 1,
 ) -> list[LayerTraffic]:
     """Traffic of each layer; raises Faults as ``divide_context``.
 
     ``compute_bytes`` are those of an element of hand-written families; modules have a dtype.
+    ``tensor_parallel`` ranks have shares of a family's heads.
     """
     source = source_of(backbone)
     if source is None:
         whole = with_token_shares(backbone, 0, size).whole or backbone
-        return list(_traffic_of_family(at_shape(whole, shape_index), compute_bytes))
+        uses = uses_ring(whole.num_heads, size, tensor_parallel)
+        return list(_traffic_of_family(at_shape(whole, shape_index), compute_bytes, uses))
     divided = divisions_of(backbone, 0, size)[shape_index]
     chain = source.chains.of_shapes[shape_index]
     samples, divisions = source.chains.size, divided.divisions
     found = []
     for layer, unit, graph in zip(backbone.layers, chain.units, divided.graphs, strict=True):
-        exchanged = [each for each in graph.collectives if each.kind == "all-to-all"]
-        gathered = [each for each in graph.collectives if each.kind == "gather"]
+        of_heads, of_ring, gathered = (
+            [each for each in graph.collectives if each.kind == kind]
+            for kind in ("all-to-all", "ring", "gather")
+        )
+        all_to_all, ring, num_gathered = (
+            sum(each.num_bytes for each in of) // samples for of in (of_heads, of_ring, gathered)
+        )
         found.append(
             LayerTraffic(
                 layer.name,
                 tuple(divisions[name].length for name in unit.boundary if name in divisions),
-                len(exchanged),
-                sum(each.num_bytes for each in exchanged) // samples,
-                sum(each.num_bytes for each in gathered) // samples,
+                len(of_heads) + len(of_ring),
+                len(of_ring),
+                all_to_all,
+                ring,
+                num_gathered,
                 tuple(f"{each.operation}: {each.reason}" for each in gathered),
-                tuple(sorted({heads for each in exchanged for heads in each.heads})),
+                tuple(sorted({heads for each in of_heads for heads in each.heads})),
             )
         )
     return found
 
 
-def _traffic_of_family(backbone: Backbone, compute_bytes: int) -> Iterator[LayerTraffic]:
+def _traffic_of_family(
+    backbone: Backbone, compute_bytes: int, uses_ring: bool
+) -> Iterator[LayerTraffic]:
     """Traffic of a hand-written family's layers; the last one gathers the features of patches."""
     last = backbone.layers[-1]
     for layer in backbone.layers:
-        all_to_all = sum(
-            4 * layer.inputs[index].bytes_per_sample(compute_bytes)
+        attended = sum(
+            layer.inputs[index].bytes_per_sample(compute_bytes)
             for group in layer.attends
             for index in group
         )
@@ -183,7 +206,18 @@ def _traffic_of_family(backbone: Backbone, compute_bytes: int) -> Iterator[Layer
             layer.name,
             tuple(spec.shape[0] for spec in layer.outputs if spec.sequence),
             len(layer.attends),
-            all_to_all,
+            len(layer.attends) * uses_ring,
+            4 * attended * (not uses_ring),
+            2 * attended * uses_ring,
             gathered,
             ("unpatchify: it is the chain's result",) * bool(gathered),
         )
+
+
+def kinds_of_attention(traffic: Sequence[LayerTraffic]) -> str:
+    """Text on how many attentions exchange heads by all-to-alls, and how many are rings."""
+    rings = sum(each.num_rings for each in traffic)
+    exchanges = sum(each.num_attentions for each in traffic) - rings
+    told = [f"{with_plural(exchanges, 'attention')} by all-to-alls over heads"] * bool(exchanges)
+    told += [f"{with_plural(rings, 'attention')} by a ring of keys and values"] * bool(rings)
+    return ", ".join(told)

@@ -215,7 +215,7 @@ class _ChainDivider:
             dependent.update(name for name, node in pairs if node in found)
 
     def _leads_to_attention(self, seed: _Seed) -> bool:
-        """True if an all-to-all is the first communication of tokens divided at ``seed``.
+        """True if an attention's is the first communication of tokens divided at ``seed``.
 
         Keeps the reason why an attention is none.
         """
@@ -225,7 +225,7 @@ class _ChainDivider:
             if first is not None:
                 if is_attention(first.operation) or first.reason == OF_DATA_REASON:
                     self._refused = self._refused or [_fault(unit.name, first)]
-                return first.kind == "all-to-all"
+                return first.kind in ("all-to-all", "ring")
             self._add(index, state, self._divide(index, state, seed))
         return False
 

@@ -35,7 +35,8 @@ class NoRule(Exception):
 class Collective:
     """Communication of a divided graph, or an attention that needs none.
 
-    - ``kind``: "all-to-all", "gather", or "attention" for one without communication.
+    - ``kind``: "all-to-all" or "ring" of an attention, "gather", or "attention" for one without
+      communication.
     - ``num_bytes``: bytes of the tensors that it exchanges, over all ranks.
     - ``operation``, ``place``: for what, with its source line; ``reason``: why it is gathered.
     - ``refused``: nothing can be gathered there (the operation writes in place).
@@ -166,3 +167,7 @@ class GraphBuilder:
         given = [*node.args[:3], node]
         heads = tuple(self.values[each].shape[1] for each in given[:2])
         self.note("all-to-all", sum(self.bytes_of(each) for each in given), node, heads=heads)
+
+    def visited(self, node: fx.Node) -> None:
+        """Note the ring of an attention, in which keys and values visit every rank."""
+        self.note("ring", sum(self.bytes_of(each) for each in node.args[1:3]), node)

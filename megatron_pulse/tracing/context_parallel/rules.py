@@ -16,9 +16,11 @@ from torch import Tensor, fx
 from megatron_pulse.adapters.kronecker import add_product
 from megatron_pulse.adapters.low_rank import add_dora_linear, add_linear
 from megatron_pulse.adapters.quantized_linear import quantized_linear
+from megatron_pulse.backbone.token_shares import uses_ring
 from megatron_pulse.tracing.context_parallel.collectives import attention
 from megatron_pulse.tracing.context_parallel.division import Division
 from megatron_pulse.tracing.context_parallel.graph_builder import Divided, GraphBuilder, NoRule
+from megatron_pulse.tracing.context_parallel.ring import ring_attention
 from megatron_pulse.tracing.graph_analysis import argument, operation, written
 
 aten = torch.ops.aten
@@ -287,7 +289,9 @@ def _new(builder: GraphBuilder, node: fx.Node) -> tuple[fx.Node, Divided]:
 
 
 def _attention(builder: GraphBuilder, node: fx.Node) -> tuple[fx.Node, Divided]:
-    """Nothing is sent for whole keys and values; else all-to-alls over heads."""
+    """Nothing is sent for whole keys and values; else all-to-alls over heads, or a ring if those do
+    not divide.
+    """
     query, key, value = node.args[:3]
     mask, is_causal = argument(node, "attn_mask"), bool(argument(node, "is_causal"))
     of_query, of_key, of_value = (builder.divisions.get(each) for each in (query, key, value))
@@ -309,9 +313,9 @@ def _attention(builder: GraphBuilder, node: fx.Node) -> tuple[fx.Node, Divided]:
         raise NoRule("keys are not divided along their tokens")
     if is_causal and (len(of_query.segments) > 1 or of_query != of_key):
         raise NoRule("a causal mask over several segments")
-    for each in (query, key):
-        if (heads := builder.values[each].shape[1]) % builder.size:
-            raise NoRule(f"its {heads} heads do not divide over {builder.size} ranks")
+    heads = [builder.values[each].shape[1] for each in (query, key)]
+    if uses_ring(heads, builder.size):
+        return _ring(builder, node, heads), of_query
     settings = {name: argument(node, name) for name in ("is_causal", "scale", "enable_gqa")}
     made = builder.call(
         attention,
@@ -324,6 +328,28 @@ def _attention(builder: GraphBuilder, node: fx.Node) -> tuple[fx.Node, Divided]:
     )
     builder.exchanged(node)
     return made, of_query
+
+
+def _ring(builder: GraphBuilder, node: fx.Node, heads: Sequence[int]) -> fx.Node:
+    """Attention of divided keys whose heads do not divide."""
+    mask = argument(node, "attn_mask")
+    counts = " and ".join(map(str, dict.fromkeys(heads)))
+    whose = f"its {counts} heads do not divide over {builder.size} ranks, and ring attention"
+    if argument(node, "is_causal"):
+        raise NoRule(f"{whose} has no causal mask")
+    if mask is not None and builder.values[mask].dtype != torch.bool:
+        raise NoRule(f"{whose} takes boolean masks alone")
+    query, key, value = node.args[:3]
+    made = builder.call(
+        ring_attention,
+        *(builder.env[each] for each in (query, key, value)),
+        None if mask is None else builder.env[mask],
+        (builder.division_of(query).segments, builder.division_of(key).segments),
+        argument(node, "scale"),
+        builder.group,
+    )
+    builder.visited(node)
+    return made
 
 
 _RULES: dict[str, Rule] = {

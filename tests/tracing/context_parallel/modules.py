@@ -93,7 +93,26 @@ class ThreeHeads(nn.Module):
     def forward(self, x: Tensor, text: Tensor, times: Tensor, mask: Tensor) -> Tensor:
         """The block."""
         q = _heads(self.map(x), 3)
-        return x + self.out(F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
+        attended = self.attend(q, mask[:, -IMAGE:])
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, mask: Tensor) -> Tensor:
+        """Attention of a block."""
+        return F.scaled_dot_product_attention(q, q.sin(), q.cos(), scale=0.7)
+
+
+class ThreeHeadsCausal(ThreeHeads):
+    """Attention to earlier tokens."""
+
+    def attend(self, q: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+class ThreeHeadsWithBias(ThreeHeads):
+    """Attention with a mask that is added."""
+
+    def attend(self, q: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q, mask[:, None, None].to(q.dtype))
 
 
 def given(size: int) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -25,14 +27,14 @@ from tests.tracing.subject import Subject
 class Compared:
     """Largest differences of one chain on several ranks, relative to the largest value.
 
-    ``sent`` is the mean number of bytes that a rank sent in a forward pass, ``predicted`` that
+    ``sent`` is the mean number of bytes that a rank sent forward and backward, ``predicted`` that
     of the formula.
     """
 
     output: float
     gradients: dict[str, float]
-    sent: float
-    predicted: float
+    sent: tuple[float, float]
+    predicted: tuple[float, float]
 
 
 def compare(chains: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Compared]:
@@ -63,26 +65,22 @@ def _compare(subject: Subject) -> Compared:
     rank, size = group.rank(), group.size()
     whole, divided = subject.chain, divide_context(subject.chain, rank, size)
     of_whole, of_divided = build_layers(whole, None), build_layers(divided, group)
-    exchange, sent, output, predicted = dist.all_to_all_single, 0, 0.0, 0.0
-
-    def count(out: Tensor, given: Tensor, get: list[int], give: list[int], group: Any) -> None:
-        nonlocal sent
-        sent += (sum(give) - give[rank]) * given[0].nbytes
-        exchange(out, given, get, give, group=group)
-
+    output, bytes_sent, predicted = 0.0, [0, 0], [0.0, 0.0]
     case = Case("sequential", whole.num_shapes)
     for shape_index, batch in enumerate(subject.batches(case, 0)):
-        dist.all_to_all_single = count  # type: ignore[assignment]
-        found = run_layers(divided, of_divided, batch, shape_index)
-        dist.all_to_all_single = exchange
-        wanted, target = run_layers(whole, of_whole, batch, shape_index), batch["target"]
-        ((found - target).square().mean() / size).backward()
+        target = batch["target"]
+        with counted() as sent:
+            found = run_layers(divided, of_divided, batch, shape_index)
+            bytes_sent[0] += (forward := sum(sent))
+            ((found - target).square().mean() / size).backward()
+            bytes_sent[1] += sum(sent) - forward
+        wanted = run_layers(whole, of_whole, batch, shape_index)
         (wanted - target).square().mean().backward()
         output = max(output, float((found - wanted).abs().max() / wanted.abs().max()))
-        traffic = traffic_of(whole, size, shape_index)
-        predicted += len(target) * sum(each.sent_per_rank(size) for each in traffic)
-    forward = torch.tensor(float(sent))
-    dist.all_reduce(forward)
+        for each, way in itertools.product(traffic_of(whole, size, shape_index), (0, 1)):
+            predicted[way] += len(target) * each.sent_per_rank(size, backward=bool(way))
+    total = torch.tensor(bytes_sent, dtype=torch.float64)
+    dist.all_reduce(total)
     gradients, parameters = {}, dict(of_whole.named_parameters())
     top = max(p.grad.abs().max() for p in parameters.values() if p.grad is not None)
     for name, parameter in of_divided.named_parameters():
@@ -94,7 +92,27 @@ def _compare(subject: Subject) -> Compared:
         dist.all_reduce(got)
         least = expected.abs().max().clamp(min=1e-3 * top)  # a key's bias has none but rounding
         gradients[name] = float((got - expected).abs().max() / least)
-    return Compared(output, gradients, float(forward) / size, predicted)
+    forward, backward = (total / size).tolist()
+    return Compared(output, gradients, (forward, backward), (predicted[0], predicted[1]))
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Bytes that this rank sends to others in each all-to-all."""
+    exchange, sent = dist.all_to_all_single, list[int]()
+
+    def count(
+        out: Tensor, given: Tensor, get: list[int], give: list[int], group: Any, **how: Any
+    ) -> Any:
+        others = sum(give) - give[group.rank()]
+        sent.append(others * given[0].nbytes if others else 0)
+        return exchange(out, given, get, give, group=group, **how)
+
+    dist.all_to_all_single = count  # type: ignore[assignment]
+    try:
+        yield sent
+    finally:
+        dist.all_to_all_single = exchange
 
 
 def build_layers(backbone: Backbone, group: Any) -> nn.ModuleList:

@@ -17,14 +17,21 @@ from megatron_pulse.tracing.context_parallel.divided_chain import divide_chain
 from megatron_pulse.tracing.context_parallel.division import Division, token_order
 from megatron_pulse.tracing.from_module import source_of
 from tests.ranks import run_ranks
-from tests.tracing.context_parallel.modules import Blocks, Pooled, ThreeHeads, given
+from tests.tracing.context_parallel.modules import (
+    Blocks,
+    Pooled,
+    ThreeHeadsCausal,
+    ThreeHeadsWithBias,
+    given,
+)
 from tests.tracing.context_parallel.ranks import Compared, compare, wait_alone
 from tests.tracing.subject import Subject
 
 FP32, FP64 = "float32", "float64"
 QUICK = {
-    2: (("mixed", FP64), ("flux", FP64)),
-    4: (("mixed", FP64), ("cogvideox_2b_of_4_heads", FP64)),
+    2: (("mixed", FP64), ("flux", FP64), ("three_heads", FP64), ("three_heads", FP32)),
+    3: (("mixed", FP64),),
+    4: (("three_heads", FP64), ("mixed", FP64), ("cogvideox_2b_of_4_heads", FP64)),
 }
 OTHERS = {
     2: (
@@ -40,7 +47,10 @@ OTHERS = {
 
 @pytest.mark.parametrize("size", QUICK)
 def test_ranks_equal_one_process_and_send_what_the_formula_says(size: int) -> None:
-    """6 text tokens over 4 ranks, and 7 tokens of "mixed", are uneven shares."""
+    """6 text tokens over 4 ranks, and 7 tokens of "mixed", are uneven shares.
+
+    8 and 4 heads over 3 ranks, and 3 heads over others, need rings.
+    """
     _require_equal(size, QUICK[size])
 
 
@@ -66,7 +76,8 @@ def _faults(found: Compared, tolerance: float) -> list[str]:
     checked = {
         f"output differs by {found.output:.1e}": found.output < tolerance,
         f"gradient of {worst} by {found.gradients[worst]:.1e}": found.gradients[worst] < tolerance,
-        f"sent {found.sent}, predicted {found.predicted}": found.sent == found.predicted > 0,
+        f"sent {found.sent}, predicted {found.predicted}": found.sent == found.predicted
+        and found.sent[0] > 0,
     }
     return [fault for fault, holds in checked.items() if not holds]
 
@@ -96,11 +107,12 @@ def test_boundaries_have_a_rank_s_tokens_and_inputs_are_whole() -> None:
 
 
 def test_what_cannot_be_divided_is_refused_with_its_line() -> None:
-    for kind, said in (
+    for block, said in (
         (Pooled, "mean.dim of blocks.0"),
-        (ThreeHeads, "its 3 heads do not divide over 2 ranks"),
+        (ThreeHeadsCausal, "its 3 heads do not divide over 2 ranks, and ring attention has no"),
+        (ThreeHeadsWithBias, "ring attention takes boolean masks alone"),
     ):
-        chain = pulse.from_module(Blocks(kind), given(2), sample="sample")
+        chain = pulse.from_module(Blocks(block), given(2), sample="sample")
         with pytest.raises(Faults, match=rf"(?s){said}.*") as raised:
             divide_context(chain, 0, 2)
         assert "modules.py:" in str(raised.value)
@@ -115,6 +127,19 @@ def test_traffic_of_an_attention_is_four_times_its_queries() -> None:
     assert attention[0].sent_per_rank(2) == 4 * 48 * 24
     assert [each.layer for each in traffic if each.gathered] == ["proj_out"]
     assert [each.tokens for each in traffic if each.layer.startswith("blocks")] == [(48,)] * 9
+
+
+def test_traffic_of_a_ring_is_its_keys_and_values_and_backward_their_gradients_too() -> None:
+    chain = Subject("three_heads", "float32").chain
+    attention = [each for each in traffic_of(chain, 4) if each.num_attentions]
+    assert [(each.num_rings, each.all_to_all, each.ring) for each in attention] == [
+        (1, 0, 2 * 7 * 12 * 4)
+    ] * 2
+    assert attention[0].sent_per_rank(4) == 3 / 4 * attention[0].ring
+    assert attention[0].sent_per_rank(4, backward=True) == 2 * 3 / 4 * attention[0].ring
+    lines, record = context_report(chain, 4)
+    assert lines[-1].startswith("2 attentions by a ring of keys and values; ")
+    assert sum(row["num_rings"] for row in record["links"]) == 2
 
 
 def test_the_report_says_what_is_divided_and_sent_or_refused() -> None:
