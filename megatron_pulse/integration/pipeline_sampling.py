@@ -27,9 +27,12 @@ from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.diffusion.sampling import Fields
 from megatron_pulse.errors import UserError
 from megatron_pulse.integration.checkpoint.folders import CheckpointError
-from megatron_pulse.integration.checkpoint.integrity.verify import require_intact
 from megatron_pulse.integration.checkpoint.published_weights import stage_config
-from megatron_pulse.integration.checkpoint.saved_run import load_weights, read_saved_run
+from megatron_pulse.integration.checkpoint.saved_run import (
+    load_weights,
+    read_saved_run,
+    require_whole,
+)
 from megatron_pulse.integration.checkpoint.saving import patch_saving
 from megatron_pulse.integration.loop.forward_backward import PulseSchedule
 from megatron_pulse.integration.megatron.compat import patch_megatron
@@ -95,7 +98,7 @@ class SamplingJob:
         if averaged and not saved.has_ema:
             raise CheckpointError(f"{saved.folder} holds no EMA weights: use --raw")
         backbone = saved.load_backbone(options)
-        require_intact(saved.folder)
+        require_whole(saved)
         plan = plan_for_sampling(backbone, self.num_ranks)
         stages = self._stages(plan, initialise=saved.frozen_weights is not None)
         for stage in stages:

@@ -108,7 +108,7 @@ def _offloaded_weights(plan: PlanFile) -> list[tuple[str, str]]:
     moved = [offloaded_bytes(layer, size) / plan.tensor for layer in plan.profile.layers]
     if not any(moved):
         return []
-    return [("on the host", f"frozen weights, {_host_memory(plan, moved)}")]
+    return [("on host", f"frozen weights, {_host_memory(plan, moved)}")]
 
 
 def _for_optimizer(plan: PlanFile) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ alone. It records where the weights are, with a digest of them.
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,18 @@ import torch
 import xxhash
 
 from megatron_pulse.diffusion.published import read_folder
-from megatron_pulse.errors import UserError
+from megatron_pulse.errors import Faults, UserError
 from megatron_pulse.integration.checkpoint.folders import (
     RELEASE,
     CheckpointError,
     checkpoint_folder,
 )
-from megatron_pulse.integration.checkpoint.integrity.hashes import METADATA
+from megatron_pulse.integration.checkpoint.integrity.hashes import read_hashes
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from model_specs import weights_folder
 
+_TENSORS = ".distcp"
+"""Suffix of files that hold tensors."""
 _ENDS = 4096
 """Bytes at either end of a tensor that its digest covers."""
 
@@ -63,13 +66,12 @@ class FrozenWeights:
         return cls(str(imported.absolute()), _digest_of_imported(imported), imported=True)
 
     def _moved(self, pretrained: str | None) -> FrozenWeights:
-        """These imported weights where they are now: in their place, or in ``pretrained``."""
-        try:
-            place = self.located()
-        except UserError:
-            if pretrained is None:
-                raise
-            place = self.located(Path(pretrained))
+        """These imported weights where they are now: in ``pretrained``, or in their place."""
+        place = None
+        if pretrained is not None:
+            with suppress(UserError):  # it may hold other weights: the name of another start
+                place = self.located(Path(pretrained))
+        place = place or self.located()
         return FrozenWeights(str(place.absolute()), self.digest, imported=True)
 
     @classmethod
@@ -126,8 +128,18 @@ class FrozenWeights:
 
 
 def _digest_of_imported(folder: Path) -> str:
-    """Digest of the hashes of a checkpoint's files, which ``require_intact`` compares with them."""
-    return str(xxhash.xxh3_128((folder / METADATA).read_bytes()).hexdigest())
+    """Digest of the hashes of a checkpoint's tensors, which ``require_intact`` compares with them.
+
+    An import of equal weights has an equal digest. Raises CheckpointError for damaged hashes.
+    """
+    try:
+        hashes = read_hashes(folder) or {}
+    except Faults as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    told = sorted(f"{name} {hashed}" for name, hashed in hashes.items() if name.endswith(_TENSORS))
+    if not told:
+        raise CheckpointError(f"{folder} has no hashes of its tensors")
+    return str(xxhash.xxh3_128("\n".join(told).encode()).hexdigest())
 
 
 def digest_of(folder: Path) -> str:

@@ -33,8 +33,7 @@ from megatron_pulse.backbone.published_weights import (
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.files import replacing_folder
 from megatron_pulse.integration.checkpoint.folders import LATEST, RELEASE, CheckpointError
-from megatron_pulse.integration.checkpoint.integrity.verify import require_intact
-from megatron_pulse.integration.checkpoint.saved_run import SavedRun, load_weights
+from megatron_pulse.integration.checkpoint.saved_run import SavedRun, load_weights, require_whole
 from megatron_pulse.integration.checkpoint.saving import patch_saving
 from megatron_pulse.integration.flags.pulse_options import add_pulse_arguments
 from megatron_pulse.integration.megatron.compat import patch_megatron
@@ -99,9 +98,7 @@ def load_whole(
     if averaged and not saved.has_ema:
         raise CheckpointError(f"{saved.folder} holds no EMA weights: use --raw")
     backbone = saved.load_backbone(options, quantized=quantized)
-    require_intact(saved.folder)
-    if (frozen := saved.frozen_weights) is not None and frozen.imported:
-        require_intact(frozen.located(saved.frozen_folder))
+    require_whole(saved)
     stage = whole_stage(backbone, initialise=saved.frozen_weights is not None)
     load_weights(stage, saved, averaged=averaged)
     return backbone, stage

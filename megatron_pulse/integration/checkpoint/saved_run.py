@@ -31,7 +31,11 @@ from megatron_pulse.integration.checkpoint.folders import (
 )
 from megatron_pulse.integration.checkpoint.frozen_weights import FrozenWeights
 from megatron_pulse.integration.checkpoint.integrity.saved_flags import find_flag_faults, is_ours
-from megatron_pulse.integration.checkpoint.integrity.verify import damaged, require_readable
+from megatron_pulse.integration.checkpoint.integrity.verify import (
+    damaged,
+    require_intact,
+    require_readable,
+)
 from megatron_pulse.integration.flags.pulse_options import add_pulse_arguments
 from megatron_pulse.integration.megatron.stage import EMA, REFERENCE, MegatronStage
 from megatron_pulse.profile.trainable import TrainedPart, trained_part
@@ -254,6 +258,16 @@ def load_weights(stage: MegatronStage, saved: SavedRun, *, averaged: bool) -> No
     stage.load_state_dict(loaded, strict=False)
     if missing := names - set(loaded):
         raise CheckpointError(f"{folder} lacks {', '.join(sorted(missing))}")
+
+
+def require_whole(saved: SavedRun) -> None:
+    """Raise DamagedError unless a checkpoint, and an import that it leaves out, are as written.
+
+    Collective once the process group exists.
+    """
+    require_intact(saved.folder)
+    if (frozen := saved.frozen_weights) is not None and frozen.imported:
+        require_intact(frozen.located(saved.frozen_folder))
 
 
 def load_frozen(stage: MegatronStage, folder: Path) -> None:

@@ -44,6 +44,9 @@ def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"predicted: pipeline_s {part_s:g} is more than step_s {step_s:g}"
     if predicted["bubble"] > 1 + _ROUNDING:
         yield f"predicted.bubble is {predicted['bubble']:g}; it is a share, at most 1"
+    if record.get("context", 1) > 1:
+        told = ("context_s", "context_bytes_per_sample")
+        yield from (f"predicted.{name} is missing" for name in told if name not in predicted)
     known = record["provenance"]["schedule"]
     if known["lower_bound"] > known["makespan"] * (1 + _ROUNDING):
         yield (

@@ -409,7 +409,8 @@ class Evaluator:
         passes_of_layers = passes_of(self.profile, activations, self.first_pass)
         seconds = [0.0] * config.pipeline
         for i, (layer, passes) in enumerate(zip(layers, passes_of_layers, strict=True)):
-            each_s = exchanging_s(self.cluster, config.context, layer, config.micro_batch_size)
+            of_heads = replace(layer, all_to_all_bytes=layer.all_to_all_bytes // config.tensor)
+            each_s = exchanging_s(self.cluster, config.context, of_heads, config.micro_batch_size)
             seconds[stages.partition.device_of_layer(i)] += passes * each_s
         degrees = config.context, config.tensor
         sent = sum(sent_bytes(self.profile, *degrees, activations, self.first_pass))

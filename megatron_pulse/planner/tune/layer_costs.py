@@ -152,7 +152,14 @@ class LayerCosts:
         return self._times_of(config.micro_batch_size, config.context)
 
     def _make_times(self, micro_batch_size: int, context: int) -> tuple[LayerTimes, ...]:
-        return self.profile_of(context).times_at(micro_batch_size)
+        if context == 1 and not self._given.offloads_weights:
+            return self.profile.times_at(micro_batch_size)
+        # What ranks share, and copies of weights, are of the times at this size: those of other
+        # sizes do not tell them.
+        profile = self._given.only(micro_batch_size)
+        if context > 1:
+            profile = of_context_rank(profile, self.cluster, context)
+        return with_weight_copies(profile, self.cluster).times_at(micro_batch_size)
 
     def context_degrees(self) -> tuple[int, ...]:
         """1, and the powers of two that a search may take as context degrees."""

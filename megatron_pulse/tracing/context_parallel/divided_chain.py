@@ -71,8 +71,8 @@ type _Seed = tuple[int, tuple[int, Division]]
 _TRIES = 4
 """Values from which on a whole chain is divided, before it is refused."""
 _NOTHING = (
-    "no attention has queries [batch, heads, tokens, width] that follow from the noisy sample, "
-    "with {} tokens or more"
+    "no scaled_dot_product_attention has queries [batch, heads, tokens, width] that follow from "
+    "the noisy sample, with {} tokens or more"
 )
 
 

@@ -162,3 +162,15 @@ def test_a_plan_says_it(plan: PlanFile, tmp_path: Path, capsys: pytest.CaptureFi
         for d in range(2)
     )
     assert f"frozen weights, at most {most:.3g} GB of host memory per device" in said
+
+
+def test_copies_hide_no_computation_beyond_profiled_sizes() -> None:
+    """Copies take longer than the measured sizes compute; a larger one computes longer still."""
+    plain = frozen_profile()
+    (size, *_), given = plain.micro_batch_sizes[-1:], offload_weights(plain, ["*"])
+    of = Evaluator(given, machine(), 256 * size)
+    beyond = replace(CONFIG, micro_batch_size=64 * size)
+    whole = Evaluator(plain, machine(), 256 * size).costs.times_at(beyond)
+    each_s = 2 * FROZEN / (GBS * 1e9)
+    for alone, copied in zip(whole, of.costs.times_at(beyond), strict=True):
+        assert copied.forward_s == pytest.approx(max(alone.forward_s, each_s), rel=0.01)
