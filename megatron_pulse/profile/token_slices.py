@@ -13,14 +13,25 @@ from megatron_pulse.tracing.context_parallel.divided_backbone import divisions_o
 from megatron_pulse.tracing.from_module import source_of
 
 
-def require_token_slices(backbone: Backbone) -> None:
-    """Raise Faults if no layer of ``backbone`` can be sliced.
+def require_token_slices(backbone: Backbone, token_slices: int = 1) -> None:
+    """Raise Faults if no layer of ``backbone`` can be sliced, or has fewer tokens than slices.
 
     A derived chain must have tokens by the rules of context parallelism.
     """
     if source_of(backbone) is not None:
-        divisions_of(backbone, 0, 1)
-        return
+        lengths = [
+            division.length
+            for chain in divisions_of(backbone, 0, 1)
+            for division in chain.divisions.values()
+        ]
+    else:
+        _require_sliced(backbone)
+        lengths = [length for _, _, length in backbone.sequences]
+    if token_slices > (most := max(lengths, default=1)):
+        raise Faults([f"{backbone.name} has {most} tokens: give a smaller number of slices"])
+
+
+def _require_sliced(backbone: Backbone) -> None:
     with generators_kept(), some_process_group(), torch.device("meta"):
         for layer in backbone.layers:
             if set_token_slices(layer.build(meta_context()).modules(), 1):

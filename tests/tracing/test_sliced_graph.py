@@ -134,3 +134,5 @@ def test_what_has_no_tokens_is_refused() -> None:
     with pytest.raises(Faults, match="UNets are not divided"):
         require_token_slices(Subject("small_unet", FP32).chain)
     require_token_slices(Subject("flux", FP32).chain)
+    with pytest.raises(Faults, match="has 16 tokens: give a smaller number of slices"):
+        require_token_slices(Subject("flux", FP32).chain, 100)

@@ -422,7 +422,7 @@ def _token_slices(args: argparse.Namespace, backbone: Backbone) -> Sequence[int]
     if backbone.num_shapes > 1:
         require(["--token-slices: profile one shape, without buckets"])
     with naming("--token-slices"):
-        require_token_slices(backbone)
+        require_token_slices(backbone, max(counts))
     return counts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from megatron_pulse.cli.flag_checks import (
 )
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, print_result, table
+from megatron_pulse.errors import UserError
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -172,11 +173,31 @@ def _verify(args: argparse.Namespace, stored: Sequence[StoredCheckpoint]) -> Non
             found[_name(one)], whole[one] = [], "being saved"
     lines = [f"step {_name(one)}: {'; '.join(found[_name(one)]) or whole[one]}" for one in chosen]
     record = [{**_record(one), "faults": found[_name(one)]} for one in chosen]
+    if (frozen := _frozen_weights(args.folder)) is not None:
+        place, found["frozen weights"] = frozen
+        lines.append(f"frozen weights in {place}: {'; '.join(found['frozen weights']) or 'whole'}")
     print_result(args, lines, lambda: record)
     if args.step is None:
         require_newest(args.folder, stored)
     if any(found.values()):
         raise SystemExit(1)
+
+
+def _frozen_weights(folder: Path) -> tuple[str, list[str]] | None:
+    """Place and faults of the frozen weights that the newest checkpoint leaves out, if any."""
+    from megatron_pulse.integration.checkpoint.integrity.verify import find_damage
+    from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
+
+    frozen = None
+    with suppress(UserError):  # the faults of that checkpoint are told already
+        frozen = read_saved_run(folder).frozen_weights
+    if frozen is None:
+        return None
+    try:
+        place = frozen.located()
+    except UserError as error:
+        return frozen.folder, [str(error)]
+    return frozen.folder, find_damage(place) if frozen.imported else []
 
 
 @contextmanager

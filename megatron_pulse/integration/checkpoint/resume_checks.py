@@ -146,7 +146,13 @@ def _other_adapter(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
         yield _other_than(theirs, ours)
     elif saved.frozen_weights is not None:
         now = FrozenWeights.of_checkpoint(args)
-        if now is None or now.digest != saved.frozen_weights.digest:
+        if now is None and saved.frozen_weights.imported:
+            if args.pulse_train:
+                yield (
+                    "it leaves out the frozen weights, and --pulse-train trains some. Leave "
+                    "the flag out, or begin with a merged model ('pulse export --merge')"
+                )
+        elif now is None or now.digest != saved.frozen_weights.digest:
             yield (
                 f"its adapter was trained on the weights of {saved.frozen_weights.folder}, and "
                 f"{'they have changed' if now else 'this run has others'}. Give the same weights"

@@ -293,7 +293,7 @@ def _measure(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
     slices = [options.token_slices] if options.token_slices > 1 else []
     if slices:
         with naming(f"--pulse-token-slices {options.token_slices}"):
-            require_token_slices(backbone)
+            require_token_slices(backbone, options.token_slices)
             if backbone.num_shapes > 1:
                 raise ValueError("--pulse-auto measures slices of one shape: give no buckets")
 

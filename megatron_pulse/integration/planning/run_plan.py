@@ -302,7 +302,7 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
     activations, weights = _memory_choices(args, options, backbone)
     if options.token_slices > 1:
         with naming(f"--pulse-token-slices {options.token_slices}"):
-            require_token_slices(whole)
+            require_token_slices(whole, options.token_slices)
     profile = _profile(args, options, whole, RUNNING if activations.selective else None)
     costs = _costs(args, profile, backbone, activations)
     on_device = [
