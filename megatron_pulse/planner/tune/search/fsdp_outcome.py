@@ -86,7 +86,7 @@ def _may_choose(
     profile = evaluator.profile
     return (
         choices.fsdp
-        and not is_cpu(profile)  # predicted 11 to 33 % too fast there
+        and not is_cpu(profile)  # predicted 9 to 25 % too fast there
         and (choices.pipeline is None or 1 in choices.pipeline)
         and 1 in choices.tensor
         and 1 in (choices.context or (1,))
