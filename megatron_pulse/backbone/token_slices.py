@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pulse.backbone.token_shares import share_of
+
 type TokenWise = Callable[..., tuple[Tensor, ...]]
 """Function of tensors that treats every token by itself."""
 
@@ -36,8 +38,7 @@ def slice_counts(length: int, slices: int) -> tuple[int, ...]:
     Fewer tokens than slices make as many slices as tokens.
     """
     slices = max(1, min(length, slices))
-    base, rest = divmod(length, slices)
-    return tuple(base + (index < rest) for index in range(slices))
+    return tuple(share_of(length, index, slices)[1] for index in range(slices))
 
 
 @dataclass(frozen=True)

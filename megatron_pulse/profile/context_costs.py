@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
 
+from megatron_pulse.backbone.token_shares import uses_ring
+
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one of K ranks has of a whole: ``fixed`` + ``divided`` / K of it.
+    """Share of a whole that one of K ranks has: ``fixed`` + ``divided`` / K.
 
     The sum may exceed 1, since ranks also hold what they exchange.
     """
@@ -82,7 +84,7 @@ class ContextCosts:
 
     def divides(self, size: int) -> bool:
         """True if ``size`` ranks can share the heads of every attention."""
-        return not any(heads % size for heads in self.heads)
+        return not uses_ring(self.heads, size)
 
     def faults(self, num_layers: int, num_skips: int, num_edges: int) -> Iterator[str]:
         """Yield contradictions to a profile of that many layers, skips and conditioning edges."""

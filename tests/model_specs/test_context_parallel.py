@@ -41,7 +41,7 @@ CASES: Cases = {
 }
 """Shares are uneven over 4 ranks, but for some buckets: 18 and 94 tokens, texts of 77 and 226."""
 SAMPLES = 2
-"""Of a microbatch."""
+"""Samples of a microbatch."""
 EVEN: Cases = {
     "even uvit": (
         "uvit-tiny",
@@ -327,7 +327,7 @@ def test_refused_with_the_reason(what: str) -> None:
 
 
 def test_traffic_of_each_attention_is_four_times_its_tokens() -> None:
-    """Of queries, keys, values and results; SD3.5 attends twice, Flux's two streams once."""
+    """Bytes of queries, keys, values and results; SD3.5 attends twice, Flux's two streams once."""
     for case, width, tokens in (
         ("uvit-text", 64, [94]),
         ("sd3.5", 32, [16 + 77, 16]),

@@ -95,8 +95,8 @@ def test_adapted_and_quantised_layers_equal_whole_ones(kind: str) -> None:
 
 
 def test_regions_are_what_lies_between_attentions() -> None:
-    """Of a block of Wan: norm to projections, output to residual, MLP; each with all of its work,
-    and the in-place rotation of queries and keys."""
+    """A block of Wan: norm to projections, output to residual, MLP; each with all of its work, and
+    the in-place rotation of queries and keys."""
     source = source_of(Subject("wan", FP32).chain)
     assert source is not None
     chain = source.chains.first

@@ -164,7 +164,9 @@ def verified_start(start: StartingPoint, args: argparse.Namespace, holds: bool) 
     else:
         for one in (folder, *others):
             require_intact(one)
-    if (frozen := FrozenWeights.of_checkpoint(args)) is not None and frozen.imported:
+    frozen = FrozenWeights.of_checkpoint(args)
+    is_start = frozen is not None and Path(frozen.folder) == folder.absolute()
+    if frozen is not None and frozen.imported and not is_start:
         require_intact(Path(frozen.folder))
     if start.passed and args.rank == 0:
         print("\n".join(describe_passed(start.passed, start.saved)), flush=True)

@@ -25,7 +25,7 @@ from megatron_pulse.planner.tune.context_rank import (
     passes_of,
     sent_bytes,
 )
-from megatron_pulse.planner.tune.estimate import PARAMETER_BYTES, Estimator, is_cpu
+from megatron_pulse.planner.tune.estimate import PARAMETER_BYTES, Estimator
 from megatron_pulse.planner.tune.fsdp.baseline import (
     FsdpBaseline,
     collective_seconds,
@@ -270,7 +270,7 @@ class Evaluator:
             reduces_fp32=not self.state.grad_reduce_in_bf16,
         )
         fitted = configs.costed(FsdpConfig(micro_batch_size, layout), activations)
-        byte_s = copying_s(self.estimator.adam_s) if is_cpu(self.profile) else None
+        byte_s = copying_s(self.profile, self.estimator.adam_s)
         transfers = collective_seconds(self.cluster, fitted.sharding, byte_s)
         return predict(configs, fitted, transfers, self.estimator.adam_s)
 

@@ -83,10 +83,7 @@ def _naming(of: str, group: Group) -> Iterator[None]:
 
 
 def _exchange(x: Tensor, give: Sequence[int], get: Sequence[int], group: Group) -> Tensor:
-    out = x.new_empty((sum(get), *x.shape[1:]))
-    with _naming("all-to-all", group):
-        dist.all_to_all_single(out, x.contiguous(), list(get), list(give), group=group)
-    return out
+    return start_exchange(x.contiguous(), give, get, group, "all-to-all")()
 
 
 def gather(x: Tensor, dim: int, counts: Sequence[int], group: Group) -> Tensor:

@@ -207,7 +207,7 @@ def test_the_search_finds_the_best_of_all_degrees(seed: int) -> None:
 
 
 def test_context_parallelism_is_chosen_where_nothing_else_fits_and_refused_where_it_loses() -> None:
-    """What one layer saves exceeds a device; many bytes on the links make it lose."""
+    """A layer saves more than a device holds; many bytes on the links make it lose."""
     large = of_tokens(
         profile(random.Random(1), 6, 0, saved_mb=20_000.0, even=True),
         LayerContextCosts(*[RankShare(0.0, 1.0)] * 3, 2_000_000, 8_000_000, 1),

@@ -12,9 +12,9 @@ import pytest
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.layout.fsdp_layout import Gathering
+from megatron_pulse.planner.tune.estimate import OPTIMIZER_BYTES
 from megatron_pulse.planner.tune.fsdp.baseline import (
     collective_seconds,
-    copying_s,
     fsdp_baseline,
     groups,
 )
@@ -43,7 +43,7 @@ def soonest_of_all(chain_: Profile, where: Cluster, samples: int) -> float | Non
     each = samples // where.num_devices
     sizes = [size for size in SIZES if each % size == 0]
     configs = FsdpConfigs(chain_, where.num_devices, samples, where.usable_bytes, sizes)
-    byte_s = copying_s(ADAM_S) if chain_.threads else None
+    byte_s = ADAM_S / OPTIMIZER_BYTES if chain_.threads else None
     fitted = map(configs.fit, chain.from_iterable(map(configs.configs, groups(where))))
     trained = sum(layer.trained_parameters for layer in chain_.layers)
     return min(

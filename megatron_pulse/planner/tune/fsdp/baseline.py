@@ -26,8 +26,8 @@ from megatron_pulse.planner.tune.fsdp.step import (
 from megatron_pulse.profile.profile import Profile
 
 GATHER_TOUCHES, REDUCE_TOUCHES = 4, 6
-"""How often torch's ``fully_shard`` reads or writes a gathered byte, or one that is reduced, beside
-the collective: new buffers are cleared and filled, then copied, and gradients divided."""
+"""Reads and writes of a gathered byte, and of a reduced one, by torch's ``fully_shard`` beside the
+collective: new buffers are cleared and filled, then copied, and gradients divided."""
 
 ALIKE = 0.005
 """Relative difference below which two predictions count as equal."""
@@ -147,7 +147,7 @@ def fsdp_baseline(
     def carried(group: int, starts: tuple[int, ...]) -> Transfers:
         config = FsdpConfig(sizes[0], FsdpLayout(starts, group))
         sharding = configs.bare_sharding(config)
-        return collective_seconds(cluster, sharding, copying_s(adam_s) if is_cpu(profile) else None)
+        return collective_seconds(cluster, sharding, copying_s(profile, adam_s))
 
     def least(config: FsdpConfig) -> float:
         transfers = carried(config.layout.group, config.layout.starts)
@@ -199,9 +199,10 @@ def groups(cluster: Cluster) -> Iterator[int]:
             yield size
 
 
-def copying_s(adam_s: float) -> float:
-    """Seconds in which a device reads or writes a byte, where Adam takes ``adam_s`` a parameter."""
-    return adam_s / OPTIMIZER_BYTES
+def copying_s(profile: Profile, adam_s: float) -> float | None:
+    """Seconds in which a CPU reads or writes a byte, where Adam takes ``adam_s`` a parameter; None
+    on other devices, whose copies are hidden."""
+    return adam_s / OPTIMIZER_BYTES if is_cpu(profile) else None
 
 
 def collective_seconds(

@@ -24,10 +24,14 @@ def data_parallel(evaluator: Evaluator, choices: Choices | None = None) -> Outco
 
     Returns None if none fits, or if the devices do not divide the batch.
     """
-    choices = choices or Choices(pairs=evaluator.dpo)
-    alone = replace(choices, layouts=(WHOLE,), pipeline=(1,), tensor=(1,))
-    found = search(evaluator, evaluator.candidates(alone), 1, Budget(SECONDS)).outcomes
+    candidates = evaluator.candidates(_one_device(choices or Choices(pairs=evaluator.dpo)))
+    found = search(evaluator, candidates, 1, Budget(SECONDS)).outcomes
     return found[0] if found else None
+
+
+def _one_device(choices: Choices) -> Choices:
+    """``choices`` of one device a replica."""
+    return replace(choices, layouts=(WHOLE,), pipeline=(1,), tensor=(1,), fsdp=False)
 
 
 def add_weight_offload(found: Tuning, evaluator: Evaluator, choices: Choices, keep: int) -> None:
@@ -46,7 +50,8 @@ def add_weight_offload(found: Tuning, evaluator: Evaluator, choices: Choices, ke
         return
     if not _may_choose(evaluator, choices):
         return
-    outcome = data_parallel(offloading, choices)
+    if _one_device(choices) != _one_device(Choices(pairs=evaluator.dpo)):
+        outcome = data_parallel(offloading, choices)
     if outcome is None or outcome.throughput <= (1 + ALIKE) * best:
         return
     whole = Tuning([outcome])
