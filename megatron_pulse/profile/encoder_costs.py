@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.encoders.encoder_piece import EncoderPiece, States, run_pieces
-from megatron_pulse.profile.measurement.clock import RepetitionLimits, median_and_spread, repeat
+from megatron_pulse.profile.measurement.clock import RepetitionLimits, mean_and_spread, repeat
 from megatron_pulse.profile.measurement.memory import LiveBytes
 from megatron_pulse.profile.measurement.record_kernels import Kernels
 from megatron_pulse.profile.roofline import Roofline
@@ -42,7 +42,7 @@ def measured(
             mark()
 
         times = [row[0] for row in repeat(work, device, patience)]
-        return median_and_spread(times)[0]
+        return mean_and_spread(times)[0]
 
     return list(_layers(pieces, given, time_of))
 

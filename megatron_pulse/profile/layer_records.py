@@ -112,7 +112,7 @@ SPREAD = 0.3
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """One layer at one microbatch size: median times, interquartile ranges, and bytes.
+    """One layer at one microbatch size: mean times, interquartile ranges, and bytes.
 
     - ``weight_grad_s``: time of the whole backward minus that of the input gradient alone.
     - ``split_*_s``: times with deferred weight gradients: forward, backward without them, and

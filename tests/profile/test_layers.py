@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_pulse.backbone.activations import ActivationPolicies, ActivationPolicy
 from megatron_pulse.profile.analytic import LayerWork, analyse, count_work
 from megatron_pulse.profile.flops import count_flops
-from megatron_pulse.profile.measurement.clock import RepetitionLimits, median_and_spread
+from megatron_pulse.profile.measurement.clock import RepetitionLimits, mean_and_spread
 from megatron_pulse.profile.measurement.layer_call import make_call
 from megatron_pulse.profile.measurement.layer_context import meta_context, some_process_group
 from megatron_pulse.profile.measurement.measure import measure
@@ -245,9 +245,10 @@ def test_equal_layers_are_measured_once() -> None:
     assert forward["out_blocks.0.attn"] != forward["in_blocks.0.attn"]  # it pops a skip
 
 
-def test_medians() -> None:
-    assert median_and_spread([5.0, 1.0, 2.0, 3.0, 4.0]) == (3.0, 2.0)
-    assert median_and_spread([-1.0, -3.0]) == (0.0, 1.0)
+def test_means_leave_out_the_extreme_repetitions() -> None:
+    assert mean_and_spread([90.0, 1.0, 2.0, 3.0, 7.0]) == (4.0, 5.0)
+    assert mean_and_spread([-1.0, -3.0]) == (0.0, 1.0)
+    assert mean_and_spread([*range(1, 18), 900.0, 900.0, -900.0])[0] == (sum(range(1, 18)) - 1) / 16
     with pytest.raises(ValueError, match="min_repetitions"):
         RepetitionLimits(min_repetitions=0)
 

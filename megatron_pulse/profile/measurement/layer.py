@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_pulse.profile.measurement.clock import RepetitionLimits, median_and_spread, repeat
+from megatron_pulse.profile.measurement.clock import RepetitionLimits, mean_and_spread, repeat
 from megatron_pulse.profile.measurement.layer_call import (
     DeferWeightGradients,
     ExecutionModes,
@@ -43,7 +43,7 @@ class LayerMeasure:
     selective recomputation.
     """
 
-    medians: tuple[float, float, float]
+    times: tuple[float, float, float]
     spreads: tuple[float, float, float]
     split: tuple[float, float, float]
     selective_s: float
@@ -52,7 +52,7 @@ class LayerMeasure:
     @property
     def whole_s(self) -> float:
         """Forward and backward time."""
-        return sum(self.medians)
+        return sum(self.times)
 
 
 class OperatorTrace(TorchDispatchMode):
@@ -124,22 +124,22 @@ def measure_layer(
         input_grad = [row[4] for row in rows]
     weight_grad = [whole - part for whole, part in zip(backward, input_grad, strict=True)]
     forward = [row[0] for row in rows]
-    medians, spreads = zip(*map(median_and_spread, (forward, input_grad, weight_grad)), strict=True)
+    times, spreads = zip(*map(mean_and_spread, (forward, input_grad, weight_grad)), strict=True)
     split, waiting, selective, most, more_s = (0.0, 0.0, 0.0), 0, None, 0, 0.0
     peak, alone = _peak_bytes(call, device), forward_bytes(call)
     if running is not None:
         waiting = wgrad_bytes(call, running.leaving)
         parts = [[row[i] for row in rows] for i in (-5, -3, -1)]
-        split, _ = zip(*map(median_and_spread, parts), strict=True)
+        split, _ = zip(*map(mean_and_spread, parts), strict=True)
         with keeping_selected(call, running.selecting) as storages:
             results = call.forward()
         selective = storages.count(results[:num_outputs])
         del results
         most = _peak_bytes(call, device, running.selecting)
         both = [row[-9] + row[-7] for row in rows]
-        more_s = max(0.0, median_and_spread(both)[0] - sum(medians))
+        more_s = max(0.0, mean_and_spread(both)[0] - sum(times))
     memory = LayerMemory(kept, peak, alone, waiting, selective, most)
-    return LayerMeasure(medians, spreads, split, more_s, memory)
+    return LayerMeasure(times, spreads, split, more_s, memory)
 
 
 def _work(

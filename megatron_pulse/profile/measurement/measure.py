@@ -17,7 +17,7 @@ from megatron_pulse.backbone.token_slices import set_token_slices
 from megatron_pulse.errors import format_faults
 from megatron_pulse.profile.layer_records import LayerTimes
 from megatron_pulse.profile.mean_over_shapes import over_shapes
-from megatron_pulse.profile.measurement.clock import RepetitionLimits, median_and_spread, repeat
+from megatron_pulse.profile.measurement.clock import RepetitionLimits, mean_and_spread, repeat
 from megatron_pulse.profile.measurement.layer import LayerMeasure, measure_layer, measurement_key
 from megatron_pulse.profile.measurement.layer_call import (
     ExecutionModes,
@@ -256,7 +256,7 @@ def _times(
         forward, input_grad, weight_grad = layer.split
         found.append(
             LayerTimes(
-                *layer.medians,
+                *layer.times,
                 *layer.spreads,
                 **columns,
                 split_forward_s=forward,
@@ -272,7 +272,7 @@ def _method(patience: RepetitionLimits, once_per_kind: bool, split: bool) -> str
     each = "each kind of layer" if once_per_kind else "each layer"
     how = ", with whole and with split backwards" if split else ""
     return (
-        f"{each} at each size{how}: medians of at least "
+        f"{each} at each size{how}: means of at least "
         f"{patience.min_repetitions} repetitions in at least {patience.enough_s:g} s, within "
         f"{patience.limit_s:g} s"
     )
@@ -321,4 +321,4 @@ def optimizer_seconds(
             master.grad.zero_()
         mark()
 
-    return median_and_spread([row[0] for row in repeat(work, device, patience)])[0]
+    return mean_and_spread([row[0] for row in repeat(work, device, patience)])[0]
