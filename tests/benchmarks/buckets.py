@@ -3,11 +3,11 @@
 Profiles a UNet at each bucket's shape on two cores at once, and probes what two ranks have. A plan
 of two pipeline devices is tuned and trained by, and the steps of each bucket are compared. Then the
 same with one microbatch size for all buckets, by the same cuts: the gain of sizes of their own.
-A machine's speed may drift between a profile and a run. The layers are therefore profiled again
-after each run; the plan's steps by that profile are ``predicted after``, and the error is that of
-the mean of both predictions. The drift says how far they are apart.
+A machine's speed may drift between a profile and a run. Profiles and runs therefore alternate. The
+prediction is the mean of the plan's steps by all profiles, and the error is that of the mean over
+all steps. The drift is the range of the predictions.
 
-    .venv/bin/python -m tests.benchmarks.buckets --steps 7 --json buckets.json
+    .venv/bin/python -m tests.benchmarks.buckets --rounds 3 --json buckets.json
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.search.result import Tuning
 from megatron_pulse.planner.tune.search.shape_steps import plan_shapes
 from megatron_pulse.planner.tune.tune import tune
+from megatron_pulse.profile.measurement.clock import mean_and_spread
 from megatron_pulse.profile.profile import Profile
-from tests.benchmarks.report import Flags, Report
+from tests.benchmarks.report import Flags, Report, count, some_of
 from tests.benchmarks.steps import probed
 from tests.ranks import run_ranks
 
@@ -41,36 +42,42 @@ OPTIONS: dict[str, Any] = {
     "layers_per_block": 1, "transformer_depth": [0, 0], "mid_transformer_depth": 0,
     "buckets": BUCKETS,
 }  # fmt: skip
+PLANS = ("own", "one")
+"""Plans whose buckets have microbatch sizes of their own, or one for all."""
 SIZES, BATCH, STORED, WARM_UP = (1, 2, 4, 8), 16, 72, 2
 """Measured microbatch sizes, samples of a step, of a store, and untimed steps of a bucket."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Steps of one bucket, in seconds; ``measured_s`` is a median.
-
-    ``predicted_s`` is by the profile before the run, ``after_s`` by the one after it.
-    """
+    """Steps of one bucket, in seconds: predicted by each profile, and each as it was."""
 
     sizes: str
     bucket: str
     microbatches: int
     micro_batch_size: int
-    steps: int
-    predicted_s: float
-    after_s: float
-    measured_s: float
-    fastest_s: float
+    predicted: tuple[float, ...]
+    measured: tuple[float, ...]
+
+    @property
+    def predicted_s(self) -> float:
+        """Mean of the predictions."""
+        return statistics.mean(self.predicted)
+
+    @property
+    def measured_s(self) -> float:
+        """Mean of the steps, as the profile takes means."""
+        return mean_and_spread(self.measured)[0]
 
     @property
     def error(self) -> float:
         """Error of the mean prediction, as a share of what was measured."""
-        return (self.predicted_s + self.after_s) / 2 / self.measured_s - 1
+        return self.predicted_s / self.measured_s - 1
 
     @property
     def drift(self) -> float:
-        """Change of the prediction from before to after the run, as a share."""
-        return self.after_s / self.predicted_s - 1
+        """Range of the predictions, as a share of their mean."""
+        return (max(self.predicted) - min(self.predicted)) / self.predicted_s
 
     def cells(self) -> dict[str, Any]:
         """Columns, in milliseconds."""
@@ -78,18 +85,17 @@ class Cell:
             "sizes": self.sizes,
             "bucket": self.bucket,
             "M x b": f"{self.microbatches} x {self.micro_batch_size}",
-            "steps": self.steps,
+            "steps": len(self.measured),
             "predicted": f"{1e3 * self.predicted_s:.0f}",
-            "predicted after": f"{1e3 * self.after_s:.0f}",
             "measured": f"{1e3 * self.measured_s:.0f}",
-            "fastest": f"{1e3 * self.fastest_s:.0f}",
+            "fastest": f"{1e3 * min(self.measured):.0f}",
             "drift, %": 100 * self.drift,
             "error, %": 100 * self.error,
         }
 
 
-def measured_profile() -> Profile:
-    """Profile of the UNet at all of its shapes, in a process of its own."""
+def measured_profile(sizes: tuple[int, ...]) -> Profile:
+    """Profile of the UNet at all of its shapes and ``sizes``, in a process of its own."""
     from megatron_pulse.cli.import_megatron import prepare_profiling
 
     prepare_profiling()
@@ -102,7 +108,7 @@ def measured_profile() -> Profile:
     defer_wgrad()
     limits = RepetitionLimits(enough_s=0.1, limit_s=1.0)
     backbone = load_backbone("unet-tiny", OPTIONS)
-    return measure(backbone, SIZES, patience=limits, once_per_kind=True, threads=1, running=RUNNING)
+    return measure(backbone, sizes, patience=limits, once_per_kind=True, threads=1, running=RUNNING)
 
 
 def write_stores(folder: Path) -> str:
@@ -161,7 +167,7 @@ def outcomes(evaluator: Evaluator, seconds: float) -> dict[str, Outcome]:
     one = Tuning([evaluator.evaluate(best.config, best.synthesis, stages=best.stages)])
     same = replace(choices, micro_batch_size=(best.config.micro_batch_size,))
     plan_shapes(evaluator, one, same, seconds / 4)
-    return {"own": best, "one": one.outcomes[0]}
+    return dict(zip(PLANS, (best, one.outcomes[0]), strict=True))
 
 
 def step_s(shape: ShapeOutcome, evaluator: Evaluator) -> float:
@@ -172,63 +178,74 @@ def step_s(shape: ShapeOutcome, evaluator: Evaluator) -> float:
 
 
 def compare(
-    name: str, outcome: Outcome, evaluator: Evaluator, data: str, folder: Path, num_steps: int
+    name: str, outcome: Outcome, evaluator: Evaluator, data: str, folder: Path, args: Any
 ) -> list[Cell]:
-    """Cells of all buckets in a run by the plan of ``outcome``."""
+    """Cells of all buckets by the plan of ``outcome``."""
     plan = plan_of(outcome, evaluator)
     save_plan(plan, folder / "plan.json")
-    count = len(plan.shapes) * (num_steps + WARM_UP + 1)
+    steps = len(plan.shapes) * (args.steps + WARM_UP + 1)
     argv = [
         "--pulse-plan", str(folder / "plan.json"), "--pulse-data", data,
-        "--train-iters", str(count), "--eval-iters", "0", "--lr", "1e-4", "--clip-grad", "1.0",
+        "--train-iters", str(steps), "--eval-iters", "0", "--lr", "1e-4", "--clip-grad", "1.0",
         "--log-interval", "1000", "--pulse-no-progress", "--pulse-timeout-s", "60",
         "--pulse-class-dropout", "0.1",
     ]  # fmt: skip
-    rows = run_ranks(2, steps_of_buckets, argv, timeout_s=900)
-    took: dict[str, list[float]] = defaultdict(list)
-    for each in zip(*rows, strict=True):
-        took[each[0][0]].append(max(seconds for _, seconds in each))
-    profile = run_ranks(2, measured_profile, timeout_s=1800)[0]
-    cells = []
-    for number, (shape, found) in enumerate(zip(plan.shapes, outcome.shapes, strict=True)):
-        seconds = took[shape.name][WARM_UP:]
-        after = evaluator.on(evaluator.cluster, profile=profile.at_shape(number))
-        cells.append(
-            Cell(
-                name,
-                shape.name,
-                shape.plan.num_microbatches,
-                shape.plan.micro_batch_size,
-                len(seconds),
-                shape.plan.predicted["step_s"],
-                step_s(found, after),
-                statistics.median(seconds),
-                min(seconds),
-            )
+    sizes = tuple(sorted({shape.plan.micro_batch_size for shape in plan.shapes}))
+    predicted: dict[str, list[float]] = defaultdict(list)
+    measured: dict[str, list[float]] = defaultdict(list)
+    for number in range(args.rounds + 1):
+        profile = run_ranks(2, measured_profile, sizes, timeout_s=1800)[0]
+        for index, (shape, found) in enumerate(zip(plan.shapes, outcome.shapes, strict=True)):
+            at = evaluator.on(evaluator.cluster, profile=profile.at_shape(index))
+            predicted[shape.name].append(step_s(found, at))
+        if number == args.rounds:
+            break
+        took: dict[str, list[float]] = defaultdict(list)
+        for each in zip(*run_ranks(2, steps_of_buckets, argv, timeout_s=900), strict=True):
+            took[each[0][0]].append(max(seconds for _, seconds in each))
+        for bucket, seconds in took.items():
+            measured[bucket] += seconds[WARM_UP:]
+    return [
+        Cell(
+            name,
+            shape.name,
+            shape.plan.num_microbatches,
+            shape.plan.micro_batch_size,
+            tuple(predicted[shape.name]),
+            tuple(measured[shape.name]),
         )
-    return cells
+        for shape in plan.shapes
+    ]
 
 
 def main() -> None:
     """Measure and print."""
     flags = Flags(__doc__)
-    flags.add("--steps", 7, "of each bucket, in the mean, after two others")
+    flags.add("--steps", 7, "of each bucket in a run, in the mean, after two others")
+    flags.add("--rounds", 3, "runs, with a profile before each and one after the last", type=count)
+    flags.add("--plans", list(PLANS), "with commas between", type=some_of(PLANS))
     flags.add("--seconds", 12.0, "of the tuner")
     args = flags.parse_args()
     cluster = run_ranks(2, probed, timeout_s=300)[0]
-    profile = run_ranks(2, measured_profile, timeout_s=1800)[0]
+    profile = run_ranks(2, measured_profile, SIZES, timeout_s=1800)[0]
     evaluator = Evaluator(profile, cluster, BATCH, state=ParameterState(ema=True))
     report = Report(args.json)
+    found = outcomes(evaluator, args.seconds)
     with tempfile.TemporaryDirectory() as folder:
         data = write_stores(Path(folder))
-        for name, outcome in outcomes(evaluator, args.seconds).items():
-            cells = compare(name, outcome, evaluator, data, Path(folder), args.steps)
+        for name in args.plans:
+            outcome = found[name]
+            cells = compare(name, outcome, evaluator, data, Path(folder), args)
             for cell in cells:
                 report.add(cell, cell.cells())
             worst = max(abs(cell.error) for cell in cells)
-            mean = sum(s.share * c.measured_s for s, c in zip(outcome.shapes, cells, strict=True))
+            shares = [
+                (shape.share, cell) for shape, cell in zip(outcome.shapes, cells, strict=True)
+            ]
+            mean = sum(share * cell.measured_s for share, cell in shares)
+            by_plan = sum(share * cell.predicted_s for share, cell in shares)
             print(f"{name}: largest error {worst:.1%}; mean step {1e3 * mean:.0f} ms, predicted "
-                  f"{1e3 * outcome.step_s:.0f} ms")  # fmt: skip
+                  f"{1e3 * by_plan:.0f} ms")  # fmt: skip
 
 
 if __name__ == "__main__":
