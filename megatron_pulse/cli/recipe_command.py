@@ -26,6 +26,7 @@ examples:
   pulse recipe --keys warmup                 those with the word
   pulse recipe --from-diffusion-pipe main.toml > recipe.toml
   pulse recipe --devices rtx-4090,dgx-a100   how many devices each needs, by the planner
+  pulse recipe flux-lora --devices rtx-4090  how many it needs
 """
 
 
@@ -40,8 +41,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     what.add_argument(
         "--devices",
         metavar="CLUSTER[,CLUSTER...]",
-        help="table of the devices and the memory that each recipe needs, by the planner (takes "
-        "minutes): whole nodes of these clusters, or parts of one node",
+        help="table of the devices and the memory that each recipe, or NAME, needs, by the planner "
+        "(takes minutes): whole nodes of these clusters, or parts of one node",
     )
     what.add_argument(
         "--from-diffusion-pipe",
@@ -53,9 +54,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> None:
     """Print a recipe, the list, keys, or a converted recipe."""
-    given = [args.keys, args.devices, args.from_diffusion_pipe]
-    if args.name is not None and given != [None, None, None]:
-        raise UserError(f"{args.name}: --keys, --devices, --from-diffusion-pipe take no name")
+    given = [args.keys, args.from_diffusion_pipe]
+    if args.name is not None and given != [None, None]:
+        raise UserError(f"{args.name}: --keys, --from-diffusion-pipe take no name")
     if args.from_diffusion_pipe is not None:
         from megatron_pulse.recipe.from_diffusion_pipe import converted
 
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     elif args.devices is not None:
         from megatron_pulse.cli.recipe_devices import device_table
 
-        print("\n".join(device_table(args.devices.split(","))))
+        print("\n".join(device_table(args.devices.split(","), args.name)))
     elif args.keys is not None:
         print("\n".join(_key_lines(args.keys.lower())))
     elif args.name is None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from megatron_pulse.cli.output import table
 from megatron_pulse.cli.plan.tuning import tune_command
 from megatron_pulse.cli.plan.tuning.tune_input import choices_of, evaluator_of, given_profile
-from megatron_pulse.errors import UserError
+from megatron_pulse.errors import UserError, unknown_name
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError, cluster
 from megatron_pulse.planner.tune.tune import UntunableError, tune
 from megatron_pulse.profile.profile import Profile
@@ -30,8 +30,10 @@ _FROZEN_BYTES = 2  # or fewer if quantised
 _NF4 = "nf4"
 
 
-def device_table(clusters: Sequence[str]) -> list[str]:
+def device_table(clusters: Sequence[str], recipe: str | None = None) -> list[str]:
     """Lines of the table: for each recipe and cluster, the fewest devices that can train it.
+
+    ``recipe`` names the only one; by default all.
 
     A recipe that suggests it has a row with its frozen weights in NF4 too. Batch and dtype are the
     recipe's. Text encoders and autoencoder come on top unless their outputs
@@ -49,8 +51,11 @@ def device_table(clusters: Sequence[str]) -> list[str]:
                 "a recipe's backbone with 'pulse tune --cluster'"
             )
         places.append(place)
+    planned = [name for name in example_names() if example_backbone(name)]
+    if recipe is not None and recipe not in planned:
+        raise UserError(unknown_name("recipe", recipe, planned))
     names: list[tuple[str, str | None]]
-    names = [(name, None) for name in example_names() if example_backbone(name)]
+    names = [(name, None) for name in planned if recipe in (None, name)]
     names += [(name, _NF4) for name, _ in names if example_class(name)]
     rows = []
     with ProgressLine("planning", len(names) * len(places), "cells") as line:
@@ -85,12 +90,11 @@ def _fewest(name: str, place: Cluster, quantization: str | None) -> tuple[Profil
         words += [f"--adapter{'' if key == 'type' else f'-{key}'}", str(value)]
     args = parser.parse_args(words)
     profile = given_profile(args, place)
-    state = sum(
-        _FROZEN_BYTES * layer.stored_parameters(_FROZEN_BYTES)
-        + (_BYTES - _FROZEN_BYTES) * layer.trained_parameters
-        for layer in profile.layers
-    )
-    least = state / place.usable_bytes
+    trained = sum(layer.trained_parameters for layer in profile.layers)
+    held = _FROZEN_BYTES * sum(layer.stored_parameters(_FROZEN_BYTES) for layer in profile.layers)
+    if place.host is not None:  # frozen weights may be there
+        held = _FROZEN_BYTES * trained
+    least = (held + (_BYTES - _FROZEN_BYTES) * trained) / place.usable_bytes
     for part in _parts(place):
         if part.num_devices < least:
             continue

@@ -21,9 +21,8 @@ def test_recipes_with_published_weights_name_backbones_that_exist() -> None:
 def test_fewest_devices_fit_and_half_of_them_do_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(recipe_devices, "example_names", lambda: ["dit"])
     monkeypatch.setattr(recipe_devices, "_SECONDS", 1.0)
-    assert main(["recipe", "--devices", "rtx-4090"]) == 0
+    assert main(["recipe", "dit", "--devices", "rtx-4090"]) == 0
     title, row = capsys.readouterr().out.splitlines()
     assert "rtx-4090 (21.6 usable GB)" in title
     count, memory = re.search(r"dit +750 M +(\d+): ([\d.]+) GB, [\d.]+ samples/s", row).groups()  # type: ignore[union-attr]
@@ -33,5 +32,7 @@ def test_fewest_devices_fit_and_half_of_them_do_not(
 def test_unknown_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe", "--devices", "rtx-4090,nowhere"]) == 2
     assert "no cluster is called 'nowhere'" in capsys.readouterr().err
-    assert main(["recipe", "digits", "--devices", "cpu"]) == 2
-    assert "digits: --keys, --devices" in capsys.readouterr().err
+    assert main(["recipe", "digit", "--devices", "cpu"]) == 2
+    assert "no recipe is called 'digit'" in capsys.readouterr().err
+    assert main(["recipe", "digits", "--keys"]) == 2
+    assert "digits: --keys" in capsys.readouterr().err

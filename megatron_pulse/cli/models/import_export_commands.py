@@ -227,8 +227,11 @@ def run_export(args: argparse.Namespace) -> None:
     with as_user_error(ValueError):
         saved = read_saved_run(args.load, args.iteration, args.frozen_weights)
         saved = saved.of_chain(args.chain)
-        backbone, stage = load_whole(saved, averaged=not args.raw, quantized=False)
-        if "adapter" in backbone.record and not args.merge:
+        alone = "adapter" in saved.arguments.pulse_record and not args.merge
+        backbone, stage = load_whole(
+            saved, averaged=not args.raw, quantized=False, frozen=not alone
+        )
+        if alone:
             _export_adapter(args, saved, backbone, stage)
             return
         for flag, value in (("--merge", args.merge), ("--adapter-format", args.adapter_format)):

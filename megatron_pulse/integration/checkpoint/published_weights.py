@@ -88,19 +88,21 @@ def load_whole(
     averaged: bool,
     options: Mapping[str, str] = MappingProxyType({}),
     quantized: bool = True,
+    frozen: bool = True,
 ) -> tuple[Backbone, MegatronStage]:
     """Load the backbone of a saved run (with other ``options``) as one stage with its weights.
 
-    Without ``quantized``, frozen weights are as published.
+    Without ``quantized``, frozen weights are as published. Without ``frozen``, they are not read,
+    and their values are arbitrary.
     Raises CheckpointError if the weights are damaged or unreadable, if there is no EMA, or if the
     options make another model.
     """
     if averaged and not saved.has_ema:
         raise CheckpointError(f"{saved.folder} holds no EMA weights: use --raw")
     backbone = saved.load_backbone(options, quantized=quantized)
-    require_whole(saved)
-    stage = whole_stage(backbone, initialise=saved.frozen_weights is not None)
-    load_weights(stage, saved, averaged=averaged)
+    require_whole(saved, frozen=frozen)
+    stage = whole_stage(backbone, initialise=frozen and saved.frozen_weights is not None)
+    load_weights(stage, saved, averaged=averaged, frozen=frozen)
     return backbone, stage
 
 

@@ -224,19 +224,23 @@ def require_in_place(folder: Path, common: Mapping[str, Any]) -> None:
         raise MovedError(folder, held)
 
 
-def load_weights(stage: MegatronStage, saved: SavedRun, *, averaged: bool) -> None:
+def load_weights(
+    stage: MegatronStage, saved: SavedRun, *, averaged: bool, frozen: bool = True
+) -> None:
     """Fill ``stage`` from a checkpoint, with EMA weights if ``averaged``.
 
     Frozen parameters have no EMA and keep their plain values. Those that the checkpoint leaves out
-    keep the stage's, or are read from the imported weights. ``stage`` may be of one chain of a
-    cascade. Raises CheckpointError if the files are damaged or hold other weights, and UserError if
-    imported weights are gone.
+    keep the stage's, or are read from the imported weights. Without ``frozen``, none are read.
+    ``stage`` may be of one chain of a cascade. Raises CheckpointError if the files are damaged or
+    hold other weights, and UserError if imported weights are gone.
     """
     folder, chain = saved.folder, saved.chain
-    if (frozen := saved.frozen_weights) is not None:
+    if not frozen:
         stage.left_out = stage.frozen_names
-        if frozen.imported:
-            load_frozen(stage, frozen.located(saved.frozen_folder))
+    elif (base := saved.frozen_weights) is not None:
+        stage.left_out = stage.frozen_names
+        if base.imported:
+            load_frozen(stage, base.located(saved.frozen_folder))
     # Extra states belong to Transformer Engine's fp8 recipes; weights do not depend on them.
     names = {name for name in stage.state_dict() if not name.endswith("_extra_state")}
     names -= stage.left_out
@@ -260,14 +264,14 @@ def load_weights(stage: MegatronStage, saved: SavedRun, *, averaged: bool) -> No
         raise CheckpointError(f"{folder} lacks {', '.join(sorted(missing))}")
 
 
-def require_whole(saved: SavedRun) -> None:
+def require_whole(saved: SavedRun, *, frozen: bool = True) -> None:
     """Raise DamagedError unless a checkpoint, and an import that it leaves out, are as written.
 
-    Collective once the process group exists.
+    Without ``frozen``, the import is not read. Collective once the process group exists.
     """
     require_intact(saved.folder)
-    if (frozen := saved.frozen_weights) is not None and frozen.imported:
-        require_intact(frozen.located(saved.frozen_folder))
+    if frozen and (base := saved.frozen_weights) is not None and base.imported:
+        require_intact(base.located(saved.frozen_folder))
 
 
 def load_frozen(stage: MegatronStage, folder: Path) -> None:
