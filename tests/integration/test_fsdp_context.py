@@ -76,11 +76,11 @@ def test_a_transformer_of_several_sizes_trains_as_one(tmp_path: Path) -> None:
     assert_close(got, run(1, *flags, backbone="none"))
 
 
-def test_a_tuned_plan_is_checked_and_runs_as_its_flags(
+def test_a_tuned_plan_is_checked_and_sends_what_it_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It gathers, reduces and exchanges the bytes that it says."""
-    save_cluster(cluster(1, 4, intra_gbs=500.0, memory_gb=0.0045), tmp_path / "c.yaml")
+    save_cluster(cluster(1, 4, intra_gbs=500.0, memory_gb=0.0026), tmp_path / "c.yaml")
     plan = str(tmp_path / "plan.json")
     tune = ["tune", "--backbone", "uvit-tiny", "--option", "in_channels=1", "--dtype", "float32"]
     tune += ["--cluster", str(tmp_path / "c.yaml"), "--global-batch-size", "4"]
