@@ -203,21 +203,22 @@ class Profile:
         context = self.context if token_slices == 1 else None
         return replace(self, times=times, token_slices=token_slices, sliced=others, context=context)
 
-    def only(self, micro_batch_size: int) -> Profile:
-        """Profile at one microbatch size alone, interpolated if necessary.
+    def only(self, *micro_batch_sizes: int) -> Profile:
+        """Profile at these microbatch sizes alone, interpolated if necessary.
 
         It is without ``shapes``. Of ``sliced`` it has those of whole layers.
         """
+
+        def of_sizes(profile: Profile) -> dict[int, tuple[LayerTimes, ...]]:
+            return {size: profile.times_at(size) for size in micro_batch_sizes}
+
         kinds = {
-            name: replace(
-                kind, times={micro_batch_size: self.of_kind(name).times_at(micro_batch_size)}
-            )
+            name: replace(kind, times=of_sizes(self.of_kind(name)))
             for name, kind in self.kinds.items()
         }
-        times = {micro_batch_size: self.times_at(micro_batch_size)}
-        whole = {}
+        times, whole = of_sizes(self), {}
         if 1 in self.sliced:
-            whole[1] = {micro_batch_size: self.in_slices(1).times_at(micro_batch_size)}
+            whole[1] = of_sizes(self.in_slices(1))
         return replace(self, times=times, sliced=whole, shapes=(), kinds=kinds)
 
     def of_kind(self, name: str) -> Profile:

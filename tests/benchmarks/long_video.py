@@ -8,10 +8,10 @@ Express (10 GB/s, and 100 Gb/s a node). LoRA of rank 16 at the projections of at
 weights with Adam, in bfloat16, without EMA. A step has a sample for each device, a microbatch one.
 ``--profiles`` keeps costs: they take minutes for each model. A row has samples/s of
 
-- ours: the tuner's choice of all degrees,
-- no CP: the tuner's choice with whole samples,
+- ours: the tuner's choice of all degrees, FSDP2 among them,
+- no CP: the tuner's choice with whole samples, without FSDP2,
 - no pipeline: the tuner's choice of context and data parallelism alone,
-- CP + FSDP2: FSDP2 whose ranks share tokens, which no run here offers; collectives are ideal,
+- CP + FSDP2: FSDP2 whose ranks share tokens; collectives are ideal,
 - FSDP2: the same with whole samples.
 
 A dash: nothing fits.
@@ -19,7 +19,7 @@ A dash: nothing fits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -30,9 +30,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.planner.cluster.cluster import BandwidthScope, Cluster, ClusterLink, cluster
 from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.tune.config import Choices
-from megatron_pulse.planner.tune.context_rank import of_context_rank
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.fsdp.baseline import fsdp_baseline
 from megatron_pulse.profile.files import load_profile, save_profile
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.roofline import PRESETS, Roofline
@@ -110,23 +108,17 @@ def row(name: str, whole: Profile, where: Cluster, seconds: float) -> dict[str, 
     evaluator = Evaluator(whole, where, samples, state=ParameterState())
     sizes = (1,)
 
-    def best(**limits: Any) -> Outcome | None:
-        found = decide(evaluator, Choices(micro_batch_size=sizes, **limits), seconds)
+    def best(fsdp: bool = False, **limits: Any) -> Outcome | None:
+        choices = Choices(micro_batch_size=sizes, **limits)
+        found = decide(evaluator, choices, seconds, fsdp=fsdp)
         return None if found is None else found.outcomes[0]
 
-    ours, alone = best(), best(context=(1,))
+    ours, alone = best(fsdp=True), best(context=(1,))
     others = {
         "no CP": alone and alone.throughput,
         "no pipeline": (flat := best(pipeline=(1,))) and flat.throughput,
-        "CP + FSDP2": max(
-            (
-                rate
-                for size in evaluator.costs.context_degrees()[1:]
-                if (rate := sharded(evaluator, size)) is not None
-            ),
-            default=None,
-        ),
-        "FSDP2": sharded(evaluator, 1),
+        "CP + FSDP2": sharded(evaluator, evaluator.costs.context_degrees()[1:]),
+        "FSDP2": sharded(evaluator, (1,)),
     }
     fastest = max((rate for rate in others.values() if rate), default=None)
     return {
@@ -143,21 +135,10 @@ def row(name: str, whole: Profile, where: Cluster, seconds: float) -> dict[str, 
     }
 
 
-def sharded(evaluator: Evaluator, size: int) -> float | None:
-    """Samples/s of FSDP2 over all devices, ``size`` of which share the tokens of a sample."""
-    where = evaluator.cluster
-    profile = of_context_rank(evaluator.profile, where, size)
-    state = evaluator.state
-    found = fsdp_baseline(
-        profile,
-        where,
-        size * evaluator.global_batch_size,  # parts of samples: each device has as many
-        evaluator.estimator.adam_s,
-        state.ema,
-        not state.grad_reduce_in_bf16,
-        allowed=(1,),
-    )
-    return None if found is None else found.throughput / size
+def sharded(evaluator: Evaluator, context: Sequence[int]) -> float | None:
+    """Samples/s of FSDP2 over all devices, of which as many share tokens as one of ``context``."""
+    found = evaluator.fsdp_baseline((1,), context)
+    return None if found is None else found.throughput
 
 
 def main() -> None:

@@ -56,15 +56,16 @@ def decide(
     seconds: float,
     clock: Callable[[], float] = time.process_time,
     progress: Callable[[str, Tuning], None] = lambda what, found: None,
+    fsdp: bool = False,
 ) -> Tuning | None:
-    """Decision of ``pulse tune --no-fsdp`` in so many seconds by ``clock``, without a solver or
-    memory of earlier searches; None where nothing fits.
+    """Decision of ``pulse tune --no-fsdp`` (``fsdp``: without the flag) in so many seconds by
+    ``clock``, without a solver or memory of earlier searches; None where nothing fits.
 
     The process's own time does not depend on what else runs.
     """
     with tempfile.TemporaryDirectory() as empty, patch.dict(os.environ, PULSE_CACHE_DIR=empty):
         try:
-            choices = replace(choices, fsdp=False)
+            choices = replace(choices, fsdp=fsdp)
             return tune(evaluator, choices, seconds, None, "none", 10, progress, clock)
         except UntunableError:
             return None

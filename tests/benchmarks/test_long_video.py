@@ -25,7 +25,7 @@ def test_all_that_fit_are_beside_each_other() -> None:
     assert found["no CP"] is None and found["FSDP2"] is None
     others = [found[name] for name in ("no pipeline", "CP + FSDP2")]
     assert all(others)
-    assert found["x fastest other"] == found["ours"] / max(others)
+    assert found["x fastest other"] == found["ours"] / max(others) >= 1
     assert "K=" in found["the pick"]
 
 
@@ -41,6 +41,6 @@ def test_sharded_ranks_that_exchange_nothing_take_as_long_for_a_part_of_a_sample
     where = cluster(1, 8)
     where = replace(where, intra_node=replace(where.intra_node, bandwidth_gbs=1e6, latency_us=0.0))
     evaluator = Evaluator(chain, where, 8)
-    whole, parts = sharded(evaluator, 1), sharded(evaluator, 8)
+    whole, parts = sharded(evaluator, (1,)), sharded(evaluator, (8,))
     assert whole is not None and parts is not None
     assert whole == pytest.approx(parts, rel=0.01)

@@ -39,7 +39,7 @@ def _run(num_ranks: int, context: int, *flags: str, backbone: str = "tokens") ->
     return run(num_ranks, *STEPS, *divided, *flags, backbone=backbone)
 
 
-def _assert_close(got: Run, expected: Run) -> None:
+def assert_close(got: Run, expected: Run) -> None:
     """Equal up to rounding, and to Adam's first steps of gradients that are rounding alone."""
     assert got.losses == pytest.approx(expected.losses, rel=1e-6)
     assert got.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
@@ -51,7 +51,7 @@ def _assert_close(got: Run, expected: Run) -> None:
 
 def test_ranks_that_share_tokens_train_as_one_and_in_a_pipeline_bit_for_bit() -> None:
     two = _run(2, 2)
-    _assert_close(two, _run(1, 1))
+    assert_close(two, _run(1, 1))
     assert_same(_run(4, 2, *pipeline(2)), two)
 
 
@@ -61,7 +61,7 @@ def test_a_run_goes_on_with_other_ranks_that_share_tokens(tmp_path: Path) -> Non
     begin = ["--load", str(tmp_path / "run"), "--ckpt-step", "1"]
     assert_same(_run(2, 2, *begin), end)
     for num_ranks, context in ((4, 4), (2, 1)):
-        _assert_close(_run(num_ranks, context, *begin), end)
+        assert_close(_run(num_ranks, context, *begin), end)
 
 
 def test_every_way_to_run_a_pipeline_gives_the_bits_of_none() -> None:
@@ -79,9 +79,9 @@ def test_every_way_to_run_a_pipeline_gives_the_bits_of_none() -> None:
 def test_replicas_that_share_tokens_train_as_one() -> None:
     one = _run(1, 1)
     for flags in ([], ["--use-distributed-optimizer"]):
-        _assert_close(_run(4, 2, *flags), one)
+        assert_close(_run(4, 2, *flags), one)
     lora = ["--pulse-adapter", "lora", "--pulse-adapter-target", "into"]
-    _assert_close(_run(2, 2, *lora), _run(1, 1, *lora))
+    assert_close(_run(2, 2, *lora), _run(1, 1, *lora))
 
 
 def test_uneven_shares_train_as_one() -> None:
@@ -91,8 +91,8 @@ def test_uneven_shares_train_as_one() -> None:
     """
     heads = ["--pulse-option", "heads=3", "--pulse-option", "width=12"]
     one, three, six = (_run(1, 1, *heads), _run(3, 3, *heads), _run(6, 3, *heads, *pipeline(2)))
-    _assert_close(three, one)
-    _assert_close(six, three)
+    assert_close(three, one)
+    assert_close(six, three)
     assert (six.losses, six.grad_norms[0]) == (three.losses, three.grad_norms[0])
 
 
@@ -105,7 +105,7 @@ WITH_TENSORS = [
 
 def test_a_family_that_shares_tokens_trains_as_one_and_in_a_fold_bit_for_bit() -> None:
     two = _run(2, 2, backbone="uvit")
-    _assert_close(two, alone(*STEPS, backbone="uvit"))
+    assert_close(two, alone(*STEPS, backbone="uvit"))
     folded = _run(4, 2, *pipeline(2), backbone="uvit")
     assert folded.executed.placement == "fold"
     assert_same(folded, two)
@@ -123,7 +123,7 @@ def test_rings_train_as_one_and_in_a_pipeline_bit_for_bit(backbone: str) -> None
     """Attention is recomputed too, or its backward pass split."""
     heads = RINGS[backbone]
     two = _run(2, 2, *heads, backbone=backbone)
-    _assert_close(two, _run(1, 1, *heads, backbone=backbone))
+    assert_close(two, _run(1, 1, *heads, backbone=backbone))
     split = ["--pulse-placement", "sequential", "--pulse-schedule", "zb-h1"]
     for flags in ([], [*split, "--recompute-granularity", "selective"]):
         assert_same(_run(4, 2, *heads, *pipeline(2), *flags, backbone=backbone), two)
@@ -167,7 +167,7 @@ def test_a_family_goes_on_with_other_ranks_that_share_tokens(tmp_path: Path) -> 
         ends = ["--exit-interval", str(step + 1)] if step < 3 else []
         last = _run(num_ranks, context, *every, *save, *begin, *ends, backbone="uvit")
         losses, norms = [*losses, *last.losses], [*norms, *last.grad_norms]
-    _assert_close(replace(last, losses=losses, grad_norms=norms), whole)
+    assert_close(replace(last, losses=losses, grad_norms=norms), whole)
     for name, average in whole.averages.items():
         torch.testing.assert_close(last.averages[name], average, rtol=1e-3, atol=5e-5)
     first, second, third, _ = (
@@ -181,10 +181,10 @@ def test_a_family_goes_on_with_other_ranks_that_share_tokens(tmp_path: Path) -> 
 
 def test_replicas_of_a_family_that_share_tokens_train_as_one() -> None:
     one = alone(*STEPS, backbone="uvit")
-    _assert_close(_run(4, 2, "--use-distributed-optimizer", backbone="uvit"), one)
+    assert_close(_run(4, 2, "--use-distributed-optimizer", backbone="uvit"), one)
     lora = ["--pulse-adapter", "lora", "--pulse-adapter-target", "*"]
     adapted = _run(1, 1, *lora, backbone="uvit")
-    _assert_close(_run(4, 2, *pipeline(2), *lora, backbone="uvit"), adapted)
+    assert_close(_run(4, 2, *pipeline(2), *lora, backbone="uvit"), adapted)
 
 
 TRANSFORMERS = [name for name in FAMILIES if not name.startswith("sd") or name == "sd3"]
@@ -198,7 +198,7 @@ def test_every_transformer_trains_as_one_and_in_a_pipeline_bit_for_bit(
     flags = [*flags_of(FAMILIES[name], tmp_path), "--pulse-conditioning", "send"]
     shared = ["--context-parallel-size", "2"]
     two = run(2, *flags, *shared, backbone="none")
-    _assert_close(two, run(1, *flags, backbone="none"))
+    assert_close(two, run(1, *flags, backbone="none"))
     assert_same(run(4, *flags, *shared, *pipeline(2), backbone="none"), two)
 
 
@@ -245,13 +245,17 @@ def test_a_run_chooses_the_rest_beside_a_given_number_of_ranks(tmp_path: Path) -
     by_auto = run(4, *TINY["tokens"], *STEPS, *auto, backbone="none")
     plan = load_checked(tmp_path / "plan.json")
     assert (plan.context, plan.world_size) == (2, 4)
-    _assert_close(by_auto, _run(1, 1))
+    assert_close(by_auto, _run(1, 1))
 
 
 REFUSED: dict[str, tuple[int, list[str], str]] = {
     "ranks": (3, [], "x --context-parallel-size 2"),
     "tensor parallelism": (4, ["--tensor-model-parallel-size", "2"], "has no tensor parallelism"),
-    "FSDP": (4, ["--use-torch-fsdp2"], "--use-torch-fsdp2 cannot be used with"),
+    "FSDP's groups": (
+        4,
+        ["--use-torch-fsdp2", "--pulse-fsdp-group", "3"],
+        "must divide the 4 data- and context-parallel ranks",
+    ),
     "rank order": (2, ["--use-tp-pp-dp-mapping"], "in Megatron"),
     "a layer recomputed on one rank": (2, ["--pulse-sdc-check-interval", "2"], "without those"),
     "dropout": (

@@ -41,6 +41,7 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
             *([("weights", plan.profile.quantized)] if plan.profile.quantized else []),
             *_token_slices(plan),
             ("sent", f"{in_mb(p['data_bytes_per_sample'])} a sample, gathering and reducing"),
+            *_exchanged(plan),
         ]
     return [
         ("step", f"{in_ms(p['step_s'])}, {p['samples_per_s']:.4g} samples/s"),

@@ -20,10 +20,6 @@ def context_faults(args: argparse.Namespace, options: PulseOptions) -> Iterator[
     if size < 2:
         return
     excluded = {
-        "--use-torch-fsdp2": (
-            options.fully_sharded.fsdp,
-            "shards weights over all ranks, of which some have other tokens of the same sample",
-        ),
         "--use-tp-pp-dp-mapping": (
             args.use_tp_pp_dp_mapping,
             "makes groups of experts in Megatron, without context parallelism",

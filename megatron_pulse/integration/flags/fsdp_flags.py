@@ -21,7 +21,8 @@ def _needs_fsdp(name: str, default: object = None) -> Callable[[FsdpChoice], str
 
 @dataclass(frozen=True)
 class FsdpChoice:
-    """Flags of a layout without a pipeline, whose parameters are sharded over all replicas."""
+    """Flags of a layout without a pipeline, whose parameters are sharded over all replicas and the
+    ranks that share their tokens."""
 
     fsdp: bool = flag("the same as --use-torch-fsdp2", False)
     fsdp_group: int | None = flag(
@@ -61,7 +62,7 @@ class FsdpChoice:
         return cls() if layout is None else cls(fsdp=True, fsdp_group=layout.group)
 
     def layout(self, num_layers: int, replicas: int) -> FsdpLayout | None:
-        """Layout of a chain of ``num_layers`` on ``replicas`` data-parallel ranks."""
+        """Layout of a chain of ``num_layers`` on ``replicas`` data- and context-parallel ranks."""
         if not self.fsdp:
             return None
         return FsdpLayout.of_size(
@@ -134,12 +135,18 @@ def fsdp_faults(args: argparse.Namespace, choice: FsdpChoice) -> Iterator[str]:
         return
     replicas = args.world_size // args.tensor_model_parallel_size
     if replicas < 2:
-        yield "--use-torch-fsdp2 needs 2 or more data-parallel ranks: leave it out on one"
+        yield (
+            "--use-torch-fsdp2 needs 2 or more ranks that share the weights, data- or "
+            "context-parallel: leave it out on one"
+        )
     group = choice.fsdp_group or replicas
     if group < 2 or replicas % group:
-        yield f"--pulse-fsdp-group {group} must divide the {replicas} data-parallel ranks, from 2"
+        yield (
+            f"--pulse-fsdp-group {group} must divide the {replicas} data- and context-parallel "
+            "ranks, from 2"
+        )
     elif group < replicas and args.tensor_model_parallel_size > 1:
         yield (
             f"--pulse-fsdp-group {group} of {replicas} ranks (HSDP) cannot be used with "
-            "--tensor-model-parallel-size: share the weights over all replicas"
+            "--tensor-model-parallel-size: share the weights over all ranks"
         )

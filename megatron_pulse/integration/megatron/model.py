@@ -84,14 +84,16 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
     return provide
 
 
-def fsdp_mesh(data_parallel: Any, group: int) -> DeviceMesh:
-    """Mesh of the data-parallel ranks: "shard", after "replica" if there are several groups.
+def fsdp_mesh(replicas: Any, group: int) -> DeviceMesh:
+    """Mesh of the data- and context-parallel ranks of group ``replicas``: "shard", after "replica"
+    if several groups of ``group`` ranks share the parameters.
 
-    Several groups need all ranks of the job in the mesh, without tensor parallelism.
+    Several groups need all ranks of the job in the mesh, without tensor parallelism. They are of
+    neighbours, so that ranks that share tokens are the first to share parameters.
     """
-    device, size = compute_device().type, data_parallel.size()
+    device, size = compute_device().type, replicas.size()
     if group == size:
-        return DeviceMesh.from_group(data_parallel, device, mesh_dim_names=("shard",))
+        return DeviceMesh.from_group(replicas, device, mesh_dim_names=("shard",))
     return init_device_mesh(device, (size // group, group), mesh_dim_names=("replica", "shard"))
 
 

@@ -325,7 +325,8 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
         ),
         activations,
     )
-    fsdp = options.fully_sharded.layout(len(backbone.layers), _replicas(args))
+    sharing = _replicas(args) * args.context_parallel_size
+    fsdp = options.fully_sharded.layout(len(backbone.layers), sharing)
     slices = options.token_slices
     return replace(plan, offloaded_weights=weights, token_slices=slices, fsdp=fsdp)
 

@@ -93,22 +93,20 @@ def context_faults(record: Mapping[str, Any], profile: Profile) -> Iterator[str]
         yield f"context {size} x tensor {tensor} does not divide the {heads} heads of profile"
     if record["rank_order"] != "tp-dp-pp":
         yield f"context is {size}, which needs rank_order tp-dp-pp, not {record['rank_order']}"
-    if "fsdp" in record:
-        yield f"context is {size}, and FSDP has whole tokens"
     if profile.kinds:
         yield f"context is {size}, and ranks that share tokens are on devices of one kind"
 
 
 def fsdp_faults(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield units that do not divide the layers, and groups that do not divide the ranks."""
-    fsdp, degrees = record["fsdp"], [record[name] for name in ("pipeline", "data", "tensor")]
+    fsdp, sharing = record["fsdp"], record["data"] * record.get("context", 1)
     starts, num_layers = fsdp["starts"], sum(map(len, record["stages"]))
     if starts[0] != 0 or starts[-1] >= num_layers or sorted(set(starts)) != starts:
         yield f"fsdp, starts: they rise from 0 to below {num_layers}, the number of layers"
-    if degrees[0] != 1 or len(record["stages"]) != 1:
+    if record["pipeline"] != 1 or len(record["stages"]) != 1:
         yield "fsdp: the plan has a pipeline, and FSDP none"
-    if degrees[1] % fsdp["group"]:
-        yield f"fsdp, group: {fsdp['group']} does not divide the {degrees[1]} replicas"
+    if sharing % fsdp["group"]:
+        yield f"fsdp, group: {fsdp['group']} does not divide the {sharing} replicas"
 
 
 def shares_faults(shapes: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -31,9 +32,10 @@ from megatron_pulse.planner.tune.fsdp.baseline import (
     collective_seconds,
     copying_s,
     fsdp_baseline,
+    fsdp_configs,
     predict,
 )
-from megatron_pulse.planner.tune.fsdp.configs import FsdpConfig, FsdpConfigs
+from megatron_pulse.planner.tune.fsdp.configs import FsdpConfig
 from megatron_pulse.planner.tune.layer_costs import LayerCosts, Unfit, UnfitError
 from megatron_pulse.planner.tune.link_contention import schedules
 from megatron_pulse.planner.tune.memory.cap_retry import Caps, Make, fit_in, schedule_with_room
@@ -234,41 +236,64 @@ class Evaluator:
             return None
         return self.on(self.cluster, profile=offload_weights(self.profile, ["*"]))
 
-    @property
-    def not_sharded(self) -> str:
-        """Reason why FSDP2 and HSDP are not predicted; empty if they are."""
+    def not_sharded(self, context: Collection[int] | None = None) -> str:
+        """Reason why FSDP2 and HSDP are not predicted with these context degrees (default: all that
+        the profile knows); empty if they are."""
         devices, batch = self.cluster.num_devices, self.global_batch_size
         if self.first_pass:
             return f"not predicted with {'--dpo' if self.dpo else '--self-conditioning'}"
-        if batch % devices:
+        if self._fsdp_context(context):
+            return ""
+        if list(context or self.costs.context_degrees()) == [1]:
             return f"not predicted: {devices} devices do not divide a global batch of {batch}"
-        return ""
+        return (
+            f"not predicted: {devices} devices, some of which share tokens, do not divide a global "
+            f"batch of {batch}"
+        )
 
-    def fsdp_baseline(self, sizes: Collection[int] | None = None) -> FsdpBaseline | None:
+    def _fsdp_context(self, asked: Collection[int] | None) -> list[int]:
+        """Context degrees of FSDP that the devices, the heads and the batch allow."""
+        devices, inside = self.cluster.num_devices, self.cluster.devices_per_node
+        known = set(self.costs.context_degrees()) if asked is None else set(asked)
+        if self.cluster.mixed or (costs := self.profile.context) is None:
+            known &= {1}
+        else:
+            known = {size for size in known if costs.divides(size)}
+        return [
+            size
+            for size in sorted(known)
+            if devices % size == inside % size == 0 and self.global_batch_size * size % devices == 0
+        ]
+
+    def fsdp_baseline(
+        self, sizes: Collection[int] | None = None, context: Collection[int] | None = None
+    ) -> FsdpBaseline | None:
         """Best FSDP2 or HSDP configuration for the same batch and devices, with microbatches of
-        these ``sizes``.
+        these ``sizes`` and these ``context`` degrees (default: all that the profile knows).
 
         Returns None if none fits, if ``not_sharded`` names a reason, or once ``stopped``.
         """
-        if self.not_sharded:
+        if self.not_sharded(context):
             return None
         of = self.profile, self.cluster, self.global_batch_size
         own = self.estimator.adam_s, self.state.ema, not self.state.grad_reduce_in_bf16
-        return fsdp_baseline(*of, *own, self.stopped, sizes)
+        best: FsdpBaseline | None = None
+        for size in self._fsdp_context(context):
+            below_s = math.inf if best is None else best.step_s
+            best = fsdp_baseline(*of, *own, self.stopped, sizes, size, below_s) or best
+        return None if self.stopped() else best
 
     def fsdp_step(
-        self, layout: FsdpLayout, micro_batch_size: int, activations: ActivationPolicies
+        self,
+        layout: FsdpLayout,
+        micro_batch_size: int,
+        activations: ActivationPolicies,
+        context: int = 1,
     ) -> FsdpBaseline:
         """Predicted step of one FSDP layout with these activation policies, whether or not it
         fits."""
-        of = self.profile, self.cluster.num_devices, self.global_batch_size
-        configs = FsdpConfigs(
-            *of,
-            self.cluster.usable_bytes,
-            [micro_batch_size],
-            ema=self.state.ema,
-            reduces_fp32=not self.state.grad_reduce_in_bf16,
-        )
+        of = self.profile, self.cluster, self.global_batch_size, [micro_batch_size]
+        configs = fsdp_configs(*of, self.state.ema, not self.state.grad_reduce_in_bf16, context)
         fitted = configs.costed(FsdpConfig(micro_batch_size, layout), activations)
         byte_s = copying_s(self.profile, self.estimator.adam_s)
         transfers = collective_seconds(self.cluster, fitted.sharding, byte_s)

@@ -138,14 +138,18 @@ class LayerCosts:
         """Microbatches of a step on one pipeline."""
         return config.num_microbatches(self.global_batch_size)
 
-    def profile_of(self, context: int) -> Profile:
-        """Costs on one of ``context`` context-parallel ranks; raises ProfileError if unknown."""
-        return self._profile_of(context)
+    def profile_of(self, context: int, micro_batch_size: int) -> Profile:
+        """Costs on one of ``context`` context-parallel ranks at this size; raises ProfileError if
+        unknown."""
+        return self.profile if context == 1 else self._profile_of(context, micro_batch_size)
 
-    def _make_profile(self, context: int) -> Profile:
-        if context == 1:
-            return self.profile
-        return with_weight_copies(of_context_rank(self._given, self.cluster, context), self.cluster)
+    def _make_profile(self, context: int, micro_batch_size: int) -> Profile:
+        # What ranks share, and copies of weights, are of the times at this size: those of other
+        # sizes do not tell them.
+        profile = self._given.only(micro_batch_size)
+        if context > 1:
+            profile = of_context_rank(profile, self.cluster, context)
+        return with_weight_copies(profile, self.cluster)
 
     def times_at(self, config: Config) -> tuple[LayerTimes, ...]:
         """Layer times of a rank without tensor parallelism, at the config's microbatch size."""
@@ -154,12 +158,7 @@ class LayerCosts:
     def _make_times(self, micro_batch_size: int, context: int) -> tuple[LayerTimes, ...]:
         if context == 1 and not self._given.offloads_weights:
             return self.profile.times_at(micro_batch_size)
-        # What ranks share, and copies of weights, are of the times at this size: those of other
-        # sizes do not tell them.
-        profile = self._given.only(micro_batch_size)
-        if context > 1:
-            profile = of_context_rank(profile, self.cluster, context)
-        return with_weight_copies(profile, self.cluster).times_at(micro_batch_size)
+        return self._profile_of(context, micro_batch_size).times_at(micro_batch_size)
 
     def context_degrees(self) -> tuple[int, ...]:
         """1, and the powers of two that a search may take as context degrees."""
@@ -398,7 +397,7 @@ class LayerCosts:
         if len(kinds) > 1:
             of = micro_batch_size, tensor, context, activations
             return of_any([self._chain_of(*of, (kind,)) for kind in kinds], max)
-        profile = self._kinds[kinds[0]] if kinds else self.profile_of(context)
+        profile = self._kinds[kinds[0]] if kinds else self.profile_of(context, micro_batch_size)
         costs = profile.at(micro_batch_size, activations)
         if tensor > 1:
             costs = self._of_rank(costs, micro_batch_size, activations, tensor, profile, context)
@@ -478,7 +477,8 @@ class LayerCosts:
             return sum(collective_s(self.cluster, call, range(tensor)) for call in calls)
 
         given = micro_batch_size, self.sequence_parallel
-        sums = [layer.shard_sums for layer in self.profile_of(context).layers]
+        profile = self.profile_of(context, micro_batch_size)
+        sums = [layer.shard_sums for layer in profile.layers]
         forward, backward, repeated = (
             tuple(seconds(tuple(of(x, *given))) for x in sums)
             for of in (forward_sums, backward_sums, recomputed_sums)

@@ -221,7 +221,7 @@ class StageBuilder:
         costs, placement = self.costs.cut_chain(config, activations, partition), partition.placement
         times = self.costs.times_at(config)
         samples = self.costs.global_batch_size // config.data
-        profile = self.costs.profile_of(config.context)
+        profile = self.costs.profile_of(config.context, config.micro_batch_size)
         sent, copied = conditioning(profile, partition, costs, samples)
         if copied:
             chains = self.costs.chains(config, activations)

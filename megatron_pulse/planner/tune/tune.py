@@ -74,7 +74,7 @@ def tune(
     )
     finish_s = max(0.0, finish_s - max(0.0, found.seconds - search_s))
     if not found.outcomes and found.num_left < found.num_configs:  # not for want of time alone
-        found.fsdp_baseline = evaluator.fsdp_baseline(choices.micro_batch_size)
+        _add_baseline(found, evaluator, choices)
         add_fsdp(found, evaluator, choices, keep)
         add_weight_offload(found, evaluator, choices, keep)
         if found.outcomes:
@@ -85,7 +85,7 @@ def tune(
         raise UntunableError(advice + _largest_shape(evaluator))
     progress("FSDP2 baseline", found)
     searched = clock()
-    found.fsdp_baseline = evaluator.fsdp_baseline(choices.micro_batch_size)
+    _add_baseline(found, evaluator, choices)
     progress("whole schedules", found)
     finish_s = max(0.0, finish_s - (clock() - searched))
     shapes_s = SHAPES_SHARE * finish_s if evaluator.profile.shapes else 0.0
@@ -107,6 +107,12 @@ def tune(
         progress("weight offload", found)
         add_weight_offload(found, evaluator, choices, keep)
     return found
+
+
+def _add_baseline(found: Tuning, evaluator: Evaluator, choices: Choices) -> None:
+    """Predict FSDP2 within the choices, or say why not."""
+    found.not_sharded = evaluator.not_sharded(choices.context)
+    found.fsdp_baseline = evaluator.fsdp_baseline(choices.micro_batch_size, choices.context)
 
 
 def _largest_shape(evaluator: Evaluator) -> str:

@@ -236,6 +236,15 @@ def test_degrees_that_a_profile_knows() -> None:
     assert refused.value.reason is Unfit.SHARDS
 
 
+def test_costs_at_a_size_between_those_profiled_are_those_of_the_plan(tmp_path: Path) -> None:
+    """Bytes of a rank are rounded up once, as the plan's profile of this size alone says."""
+    odd = of_tokens(profile(random.Random(3), 8, 2, saved_mb=0.123457))
+    evaluator = Evaluator(odd, cluster(1, 4), 12)
+    for config in (Config(1, 1, 1, 3, WHOLE, context=4), Config(2, 1, 1, 3, ROW, context=2)):
+        save_plan(plan_of(evaluator.evaluate(config), evaluator), tmp_path / "plan.json")
+        load_checked(tmp_path / "plan.json")
+
+
 def test_profile_file_with_and_without_the_costs(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     save_profile(CHAIN, file)

@@ -38,18 +38,20 @@ ADAM_S = 1e-10
 SIZES = (1, 2, 4, 8, 16)
 
 
-def soonest_of_all(chain_: Profile, where: Cluster, samples: int) -> float | None:
+def soonest_of_all(
+    chain_: Profile, where: Cluster, samples: int, adam_s: float = ADAM_S
+) -> float | None:
     """Seconds of the fastest of all configurations, each simulated."""
     each = samples // where.num_devices
     sizes = [size for size in SIZES if each % size == 0]
     configs = FsdpConfigs(chain_, where.num_devices, samples, where.usable_bytes, sizes)
-    byte_s = ADAM_S / OPTIMIZER_BYTES if chain_.threads else None
+    byte_s = adam_s / OPTIMIZER_BYTES if chain_.threads else None
     fitted = map(configs.fit, chain.from_iterable(map(configs.configs, groups(where))))
     trained = sum(layer.trained_parameters for layer in chain_.layers)
     return min(
         (
             step_s(one.sharding, collective_seconds(where, one.sharding, byte_s))
-            + ADAM_S * trained / one.sharding.group
+            + adam_s * trained / one.sharding.group
             for one in fitted
             if one.needs_bytes <= where.usable_bytes
         ),

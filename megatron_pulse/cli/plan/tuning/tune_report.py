@@ -110,7 +110,7 @@ def _beside(found: Tuning, evaluator: Evaluator, bound: Collection[str]) -> list
     """Comparison with FSDP2, or the reason why there is none."""
     if (other := found.fsdp_baseline) is None:
         ended = "was not predicted: the search was interrupted" if found.stopped else ""
-        why = evaluator.not_sharded or ended or "does not fit"
+        why = found.not_sharded or ended or "does not fit"
         return [f"FSDP2 {why}"] * (evaluator.cluster.num_devices > 1)
     best, *rest = found.outcomes
     if best.config.fsdp is not None:

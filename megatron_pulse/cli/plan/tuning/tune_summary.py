@@ -128,7 +128,7 @@ def _compared(found: Tuning, evaluator: Evaluator) -> str:
         told = [beside("the best without it", one.throughput) for one in rest]
     elif other is not None:
         told = [beside(other.name.split(" (")[0], other.throughput)]
-    elif why := evaluator.not_sharded or "was not predicted: interrupted" * found.stopped:
+    elif why := found.not_sharded or "was not predicted: interrupted" * found.stopped:
         told = [f"FSDP2 {why}"]
     else:
         told = ["FSDP2 does not fit"]

@@ -5,7 +5,8 @@ Seconds are those of ideal collectives at the cluster's bandwidths, and of the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,6 +15,7 @@ from megatron_pulse.format import format_number, with_plural
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout
 from megatron_pulse.planner.tune.config import divisors
+from megatron_pulse.planner.tune.context_rank import of_context_rank
 from megatron_pulse.planner.tune.estimate import OPTIMIZER_BYTES, is_cpu
 from megatron_pulse.planner.tune.fsdp.configs import FittedFsdpConfig, FsdpConfig, FsdpConfigs
 from megatron_pulse.planner.tune.fsdp.step import (
@@ -37,7 +39,8 @@ ALIKE = 0.005
 class FsdpBaseline:
     """Fastest configuration that fits, for ``samples`` per step and layers with these ``names``.
 
-    ``step_s`` includes ``optimizer_s``, the optimizer.
+    ``step_s`` includes ``optimizer_s``, the optimizer. ``context`` ranks share the tokens of a
+    sample.
     """
 
     fitted: FittedFsdpConfig
@@ -45,6 +48,7 @@ class FsdpBaseline:
     step_s: float
     optimizer_s: float
     names: tuple[str, ...]
+    context: int = 1
 
     @property
     def throughput(self) -> float:
@@ -63,7 +67,8 @@ class FsdpBaseline:
     def facts(self) -> str:
         """Settings and memory, in one line."""
         config, activations = self.fitted.config, self.fitted.activations
-        settings = [f"b = {config.micro_batch_size}"]
+        settings = [f"K = {self.context}"] * (self.context > 1)
+        settings.append(f"b = {config.micro_batch_size}")
         if activations.recompute:
             settings.append(f"{with_plural(len(activations.recompute), 'layer')} recomputed")
         if activations.selective:
@@ -102,6 +107,7 @@ class FsdpBaseline:
         return {
             "samples_per_s": self.throughput,
             "step_s": self.step_s,
+            **({"context": self.context} if self.context > 1 else {}),
             "micro_batch_size": config.micro_batch_size,
             "num_microbatches": sharding.count,
             "group": config.layout.group,
@@ -122,16 +128,19 @@ def fsdp_baseline(
     reduces_fp32: bool = False,
     stopped: Callable[[], bool] = lambda: False,
     allowed: Collection[int] | None = None,
+    context: int = 1,
+    below_s: float = math.inf,
 ) -> FsdpBaseline | None:
     """Fastest FSDP2 or HSDP configuration, by branch and bound over all of them.
 
     ``adam_s`` are the optimizer's seconds per parameter. ``ema`` adds an EMA of the parameters;
-    ``reduces_fp32`` reduces gradients in fp32; ``allowed`` are the microbatch sizes.
-    Returns None for one device, a batch that the
-    devices do not divide, or if nothing fits. Also returns None once ``stopped``. No configuration
-    that was skipped is faster (``least_s``).
+    ``reduces_fp32`` reduces gradients in fp32; ``allowed`` are the microbatch sizes. ``context``
+    ranks share the tokens of a sample, by the costs of ``profile``, and the parameters with all.
+    Returns None for one device, a batch that the replicas do not divide, if nothing fits, or if no
+    step takes less than ``below_s``. Also returns None once ``stopped``. No configuration that was
+    skipped is faster (``least_s``).
     """
-    each, left = divmod(samples, cluster.num_devices)
+    each, left = divmod(samples * context, cluster.num_devices)
     if cluster.num_devices == 1 or left:
         return None
     sizes = [2**k for k in range(each.bit_length()) if each % 2**k == 0]
@@ -139,8 +148,7 @@ def fsdp_baseline(
         sizes = [size for size in sorted(allowed) if each % size == 0]
     if not sizes:
         return None
-    of = profile, cluster.num_devices, samples, cluster.usable_bytes, sizes
-    configs = FsdpConfigs(*of, ema=ema, reduces_fp32=reduces_fp32)
+    configs = fsdp_configs(profile, cluster, samples, sizes, ema, reduces_fp32, context)
     trained = sum(layer.trained_parameters for layer in profile.layers)
 
     @cache
@@ -165,7 +173,7 @@ def fsdp_baseline(
             entered.append((least(config), config))
     best: FsdpBaseline | None = None
     for bound, config in sorted(entered, key=lambda each: (each[0], each[1].rank)):
-        if best is not None and bound >= best.step_s:
+        if bound >= below_s:
             break
         if stopped():
             return None
@@ -174,9 +182,26 @@ def fsdp_baseline(
             continue
         transfers = carried(config.layout.group, config.layout.starts)
         one = predict(configs, fitted, transfers, adam_s)
-        if best is None or one.step_s < best.step_s:
-            best = one
+        if one.step_s < below_s:
+            best, below_s = one, one.step_s
     return best
+
+
+def fsdp_configs(
+    profile: Profile,
+    cluster: Cluster,
+    samples: int,
+    sizes: Sequence[int],
+    ema: bool,
+    reduces_fp32: bool,
+    context: int,
+) -> FsdpConfigs:
+    """FSDP configurations on all devices of ``cluster``, of which ``context`` share tokens."""
+    if context > 1:
+        # Exchanges take as long as at these sizes: those of other sizes do not tell them.
+        profile = of_context_rank(profile.only(*sizes), cluster, context)
+    of = profile, cluster.num_devices, samples, cluster.usable_bytes, sizes
+    return FsdpConfigs(*of, ema=ema, reduces_fp32=reduces_fp32, context=context)
 
 
 def predict(
@@ -188,7 +213,7 @@ def predict(
     optimizer_s = adam_s * trained / fitted.sharding.group
     names = tuple(layer.name for layer in layers)
     seconds = step_s(fitted.sharding, transfers) + optimizer_s
-    return FsdpBaseline(fitted, configs.samples, seconds, optimizer_s, names)
+    return FsdpBaseline(fitted, configs.samples, seconds, optimizer_s, names, configs.context)
 
 
 def groups(cluster: Cluster) -> Iterator[int]:

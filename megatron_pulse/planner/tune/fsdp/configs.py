@@ -70,7 +70,8 @@ class FittedFsdpConfig:
 class FsdpConfigs:
     """FSDP configurations of ``profile`` on ``num_devices`` with ``usable`` bytes each.
 
-    A step has ``samples`` in microbatches of one of ``sizes``. ``moved`` maps a number of
+    A step has ``samples`` in microbatches of one of ``sizes``. ``context`` devices share the tokens
+    of a sample, and ``profile`` has the costs of one of them. ``moved`` maps a number of
     parameters to bytes in transit (default: their dtype). ``time_scale`` multiplies every second of
     an emulation. ``ema`` adds an EMA of the trained parameters. Gradients are reduced in their
     dtype, or in fp32 with ``reduces_fp32``.
@@ -87,9 +88,11 @@ class FsdpConfigs:
         time_scale: float = 1.0,
         ema: bool = False,
         reduces_fp32: bool = False,
+        context: int = 1,
     ) -> None:
         self.widened = 4 / ELEMENT_BYTES[profile.dtype] if reduces_fp32 else 1.0
         self.profile, self.num_devices, self.samples = profile, num_devices, samples
+        self.context = context
         self.usable, self.sizes, self.time_scale = usable, sizes, time_scale
         self.element_bytes = ELEMENT_BYTES[profile.dtype]
         self.trained_bytes = STATE_BYTES + (AVERAGE_BYTES if ema else 0)
@@ -111,7 +114,7 @@ class FsdpConfigs:
 
     def count(self, size: int) -> int:
         """Microbatches of a device per step."""
-        return self.samples // (self.num_devices * size)
+        return self.samples * self.context // (self.num_devices * size)
 
     def fit(self, config: FsdpConfig) -> FittedFsdpConfig:
         """The configuration with its costs and the cheapest recomputation that fits."""

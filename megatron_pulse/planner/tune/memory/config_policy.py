@@ -289,7 +289,7 @@ class ActivationPlanner:
         if max(fewer, less) <= 0 or layer in self.costs.profile.embedders:
             return None
         size, tensor, context = work
-        held = self.costs.profile_of(context).times_at(size)[layer]
+        held = self.costs.profile_of(context, size).times_at(size)[layer]
         link = self.costs.cluster.to_host
         parts = self.costs.parts(tensor)[layer]
         return LayerSavings(

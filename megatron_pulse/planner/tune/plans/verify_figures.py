@@ -112,7 +112,7 @@ def _outcome(plan: PlanFile, bounds: bool) -> tuple[Outcome, Evaluator]:
     """Outcome of a plan's decisions, apart from its shapes, and what evaluated it."""
     evaluator, config, stages = _stages_of(plan)
     if plan.fsdp is not None:
-        of = plan.fsdp, plan.micro_batch_size, plan.activations
+        of = plan.fsdp, plan.micro_batch_size, plan.activations, plan.context
         return fsdp_outcome(evaluator, *of), evaluator
     count = plan.num_microbatches
     if not _close(plan.problem.cap or (), evaluator.problem(config, count, stages).cap or ()):

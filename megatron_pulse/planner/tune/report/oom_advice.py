@@ -129,7 +129,7 @@ def _up(number: float) -> str:
 
 def _sharded(evaluator: Evaluator, others: bool) -> Iterator[str]:
     """Line on FSDP2 or HSDP, if predicted. ``others`` says that pipeline configs have a remedy."""
-    if evaluator.cluster.num_devices == 1 or evaluator.not_sharded:
+    if evaluator.cluster.num_devices == 1 or evaluator.not_sharded():
         return
     if (found := evaluator.fsdp_baseline()) is None:
         yield "FSDP2 does not fit either"

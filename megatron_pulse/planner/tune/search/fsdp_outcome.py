@@ -18,18 +18,23 @@ from megatron_pulse.planner.tune.search.result import Tuning
 
 
 def fsdp_outcome(
-    evaluator: Evaluator, layout: FsdpLayout, micro_batch_size: int, activations: ActivationPolicies
+    evaluator: Evaluator,
+    layout: FsdpLayout,
+    micro_batch_size: int,
+    activations: ActivationPolicies,
+    context: int = 1,
 ) -> Outcome:
-    """Predicted step of an FSDP layout, as of a pipeline of one device with one stage.
+    """Predicted step of an FSDP layout, as of a pipeline of one device with one stage, whose
+    ``context`` ranks share tokens.
 
     Schedule and timeline are those of the computation alone. ``pipeline_s`` has the exposed
     collectives too, and ``bubble`` is their share.
     """
-    baseline = evaluator.fsdp_step(layout, micro_batch_size, activations)
+    baseline = evaluator.fsdp_step(layout, micro_batch_size, activations, context)
     cluster, fitted = evaluator.cluster, baseline.fitted
     config = Config(
-        1, cluster.num_devices, 1, micro_batch_size, WHOLE,
-        recompute=Recompute.NEEDED, distributed_optimizer=True, fsdp=layout,
+        1, cluster.num_devices // context, 1, micro_batch_size, WHOLE,
+        recompute=Recompute.NEEDED, distributed_optimizer=True, fsdp=layout, context=context,
     )  # fmt: skip
     partition = Partition(config.placement, (0, len(evaluator.profile.layers)))
     stages = evaluator.stages.build(config, partition, activations)
@@ -40,6 +45,7 @@ def fsdp_outcome(
     seconds = timeline.makespan
     certificate = Certificate(seconds, seconds, True, "one device", 0.0)
     pipeline_s = baseline.step_s - baseline.optimizer_s
+    exchanged_bytes, exchanged_s = evaluator.exchanged(config, stages)
     computed_s = count * sum(unit.forward_s + unit.backward_s for unit in fitted.sharding.units)
     return Outcome(
         config=config,
@@ -57,6 +63,8 @@ def fsdp_outcome(
         pipeline_bytes=0.0,
         data_bytes=step_bytes(fitted.sharding) * cluster.num_devices / evaluator.global_batch_size,
         extrapolated=False,
+        context_bytes=exchanged_bytes,
+        context_s=exchanged_s,
     )
 
 
@@ -74,8 +82,8 @@ def add_fsdp(found: Tuning, evaluator: Evaluator, choices: Choices, keep: int) -
         return
     if not _may_choose(evaluator, choices, config.micro_batch_size, bool(activations)):
         return
-    size = config.micro_batch_size
-    found.outcomes.insert(0, fsdp_outcome(evaluator, config.layout, size, activations))
+    of = config.layout, config.micro_batch_size, activations, baseline.context
+    found.outcomes.insert(0, fsdp_outcome(evaluator, *of))
     del found.outcomes[max(keep, 2) :]
 
 
@@ -89,7 +97,6 @@ def _may_choose(
         and not is_cpu(profile)  # predicted 9 to 25 % too fast there
         and (choices.pipeline is None or 1 in choices.pipeline)
         and 1 in choices.tensor
-        and 1 in (choices.context or (1,))
         and WHOLE in choices.layouts
         and True in choices.distributed_optimizer
         and (choices.micro_batch_size is None or micro_batch_size in choices.micro_batch_size)

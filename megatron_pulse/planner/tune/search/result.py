@@ -28,8 +28,9 @@ class Tuning:
     ``bound_s`` is a lower bound on the step time of all unexplored configs. ``examples`` has one
     full refusal per reason. ``rivals`` are the best of every degree and layout simulated, by "P=4"
     or "fold exact"; ``simulated`` counts the configs of each. ``degrees`` counts refusals by
-    pipeline degree. ``fsdp_baseline`` is the FSDP2 baseline, ``weight_offload`` the best data
-    parallelism with frozen weights in host memory. ``near`` are the best outcomes with
+    pipeline degree. ``fsdp_baseline`` is the FSDP2 baseline, or ``not_sharded`` says why there is
+    none. ``weight_offload`` is the best data parallelism with frozen weights in host memory.
+    ``near`` are the best outcomes with
     all their partitions. ``seconds`` exclude the ``ready_s`` of compilation. ``stopped`` tells that
     the search was ended early.
     """
@@ -48,6 +49,7 @@ class Tuning:
     seconds: float = 0.0
     ready_s: float = 0.0
     fsdp_baseline: FsdpBaseline | None = None
+    not_sharded: str = ""
     weight_offload: Outcome | None = None
     stopped: bool = False
 
