@@ -390,9 +390,11 @@ def prepare(
             try:
                 plan = plan_run(args, options, backbone, given)
             except ValueError as error:
+                reasons, what = faults_in(error), "no plan can be made"
                 given_by = ", ".join(_plan_flags(line))
-                what = f"no plan can be made ({given_by})" if given_by else "no plan can be made"
-                faults.append(format_faults(what, faults_in(error)))
+                if given_by and not all(reason.startswith("--") for reason in reasons):
+                    what += f" ({given_by})"
+                faults.append(format_faults(what, reasons))
         if plan is not None and data is not None:
             faults += data.place_encoders(plan, given)
     if faults := faults or no_step_elsewhere(start, args):

@@ -18,9 +18,11 @@ from torch import Tensor, fx, nn
 
 from megatron_pulse.adapters.low_rank import drop
 from megatron_pulse.backbone.token_slices import TokenSlices, TokenWise, slice_counts
-from megatron_pulse.tracing.context_parallel.divided_graph import DividedGraph, GraphDivider
+from megatron_pulse.tracing.context_parallel.collectives import attention
+from megatron_pulse.tracing.context_parallel.divided_graph import GraphDivider
 from megatron_pulse.tracing.context_parallel.division import Division
-from megatron_pulse.tracing.context_parallel.graph_builder import NoRule, is_attention
+from megatron_pulse.tracing.context_parallel.graph_builder import Divided, NoRule, is_attention
+from megatron_pulse.tracing.context_parallel.ring import ring_attention
 from megatron_pulse.tracing.context_parallel.rules import LINEAR_MAPS
 from megatron_pulse.tracing.graph_analysis import GraphAnalysis, is_heavy, operation, written
 from megatron_pulse.tracing.units import Unit
@@ -29,11 +31,14 @@ _TOKENS = "tokens"
 """Mark of a node: its value, and the division of its tokens."""
 
 
-def with_tokens(unit: Unit, divided: DividedGraph) -> Unit:
-    """``unit`` whose operations know their tokens, also once they are adapted or quantised."""
+def with_tokens(unit: Unit, nodes: Sequence[tuple[Any, Divided]]) -> Unit:
+    """``unit`` whose operations know their tokens, also once they are adapted or quantised.
+
+    ``nodes`` are the values of its graph's nodes with their divisions (see ``DividedGraph``).
+    """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(unit.graph, copies))
-    for node, marked in zip(unit.graph.nodes, divided.nodes, strict=True):
+    for node, marked in zip(unit.graph.nodes, nodes, strict=True):
         if node in copies:
             copies[node].meta[_TOKENS] = marked
     return replace(unit, graph=graph)
@@ -150,6 +155,7 @@ class _Regions:
             and bool(of_inputs)
             and all(of == segments for of in of_inputs)
             and not is_attention(operation(node))
+            and node.target not in (attention, ring_attention)
             and node.target is not drop  # its masks are of whole sequences
             and not any(reading.memory[each] in shared for each in (node, *given))
         )

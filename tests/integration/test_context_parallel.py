@@ -248,12 +248,23 @@ def test_a_run_chooses_the_rest_beside_a_given_number_of_ranks(tmp_path: Path) -
     _assert_close(by_auto, _run(1, 1))
 
 
+def test_a_run_chooses_the_number_of_ranks_too(tmp_path: Path) -> None:
+    """The plan has the costs, whatever it chooses."""
+    auto = ["--pulse-auto", "--pulse-auto-context", "--save", str(tmp_path)]
+    by_auto = run(2, *TINY["tokens"], *STEPS, *auto, backbone="none")
+    plan = load_checked(tmp_path / "plan.json")
+    assert plan.profile.context is not None and plan.context in (1, 2)
+    _assert_close(by_auto, _run(1, 1))
+
+
 REFUSED: dict[str, tuple[int, list[str], str]] = {
     "ranks": (3, [], "x --context-parallel-size 2"),
     "tensor parallelism": (4, ["--tensor-model-parallel-size", "2"], "has no tensor parallelism"),
     "FSDP": (4, ["--use-torch-fsdp2"], "--use-torch-fsdp2 cannot be used with"),
     "rank order": (2, ["--use-tp-pp-dp-mapping"], "in Megatron"),
     "a layer recomputed on one rank": (2, ["--pulse-sdc-check-interval", "2"], "without those"),
+    "a search": (2, ["--pulse-auto", "--pulse-auto-context"], "give one of them"),
+    "no search": (2, ["--pulse-auto-context"], "was given without --pulse-auto"),
     "dropout": (
         2,
         ["--pulse-adapter", "lora", "--pulse-adapter-dropout", "0.1"],

@@ -102,7 +102,7 @@ def test_regions_are_what_lies_between_attentions() -> None:
     chain = source.chains.first
     graphs = source.divided(chain, 0, 1).graphs
     units = zip(chain.units, graphs, strict=True)
-    found = {u.name: sliced(with_tokens(u, graph), 3) for u, graph in units}
+    found = {u.name: sliced(with_tokens(u, graph.nodes), 3) for u, graph in units}
     assert {name for name, (_, regions) in found.items() if regions} == {
         *(f"blocks.{i}{part}" for i in range(3) for part in ("", ".part2", ".part3")),
         "proj_out",
