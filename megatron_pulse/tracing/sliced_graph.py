@@ -7,8 +7,10 @@ computes its share.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import operator
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -86,10 +88,16 @@ class _RegionModule(nn.Module):
 def sliced(unit: Unit, slices: int) -> tuple[Unit, dict[str, Region]]:
     """``unit`` with calls of modules in place of its regions, which have the modules' names.
 
-    ``unit`` must come from ``with_tokens``. Regions without a linear map stay as they are.
+    ``unit`` must come from ``with_tokens``. Regions without a linear map stay as they are. So do
+    those in which a rule does not hold for a slice, with a warning.
     """
     analysis = _Regions(unit.graph)
-    found = [region for nodes in analysis.regions() if (region := _region(nodes, slices))]
+    found = list[Region]()
+    for nodes in analysis.regions():
+        if isinstance(region := _region(nodes, slices), Region):
+            found.append(region)
+        else:
+            _warn_of_whole(region)
     names = {f"token_slices_{number}": region for number, region in enumerate(found)}
     return replace(unit, graph=_with_calls(unit.graph, analysis, names)), names
 
@@ -181,8 +189,15 @@ def _segments(node: fx.Node) -> tuple[int, ...] | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _region(nodes: Sequence[fx.Node], slices: int) -> Region | None:
-    """Region of ``nodes``; None where a rule does not hold for a part of a segment."""
+@functools.cache
+def _warn_of_whole(reason: str) -> None:
+    """Say once that a region stays whole."""
+    said = f"token slices: an operation and those beside it stay whole: {reason}"
+    warnings.warn(said, stacklevel=2)
+
+
+def _region(nodes: Sequence[fx.Node], slices: int) -> Region | str:
+    """Region of ``nodes``, or the reason why it cannot run in slices."""
     inside = set(nodes)
     first = next(of for node in nodes if (of := _segments(node)) is not None)
     length = sum(first)
@@ -206,8 +221,10 @@ def _region(nodes: Sequence[fx.Node], slices: int) -> Region | None:
         divider = _SliceDivider(graph, values, taken, rank, len(counts))
         divided = divider.run()
         dims = [None if each is None else each.dim for each in divided.divisions]
-        if divided.collectives or any(dim is None for dim in dims):
-            return None
+        for each in divided.collectives:
+            return f"{each.operation} at {each.place}: {each.reason}"
+        if any(dim is None for dim in dims):
+            return f"{operation(results[dims.index(None)])}: its result has no tokens"
         shares[counts[rank]] = divided.graph
     outer = {copy: node for node, copy in env.items()}
     return Region(

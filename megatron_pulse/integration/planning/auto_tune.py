@@ -341,8 +341,8 @@ def _measure(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
         return measured(sizes[:1])
 
     given = sorted(options.options.items())
-    settings = dtype, sizes, args.transformer_impl, given, backbone.shares, slices
-    settings += ("context",) * bool(_context_flag(args, options))
+    shared = ["context"] if _context_flag(args, options) else []
+    settings = dtype, sizes, args.transformer_impl, given, backbone.shares, slices, *shared
     profile, kept = cached_profile(backbone, torch.device(device), settings, of_fitting_sizes)
     if kept is not None:
         print(f"profile: {kept}, of an earlier start; remove it to measure again", flush=True)
