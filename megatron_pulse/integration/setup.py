@@ -269,6 +269,8 @@ def _check_auto(line: CommandLine, options: PulseOptions) -> Iterator[str]:
         yield str(error)
     if options.plan is not None:
         yield "--pulse-auto and --pulse-plan exclude each other: leave one out"
+    if options.auto_context and line.says("--context-parallel-size"):
+        yield "--pulse-auto-context searches --context-parallel-size: give one of them"
     if not args.pulse_backbone:
         yield "--pulse-auto needs --pulse-backbone or --pulse-module"
     elif options.plan is None:

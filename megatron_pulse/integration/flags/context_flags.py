@@ -20,9 +20,7 @@ def context_faults(args: argparse.Namespace, options: PulseOptions) -> Iterator[
     beside = f"--context-parallel-size {size}" if size > 1 else "--pulse-auto-context"
     if options.auto_context and not options.auto:
         yield "--pulse-auto-context was given without --pulse-auto"
-    elif options.auto_context and size > 1:
-        yield f"--pulse-auto-context searches what {beside} sets: give one of them"
-    elif size < 2 and not options.auto_context:
+    if size < 2 and not options.auto_context:
         return
     excluded = {
         "--use-torch-fsdp2": (

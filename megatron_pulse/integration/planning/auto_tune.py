@@ -69,7 +69,7 @@ def auto_plan(line: CommandLine, options: PulseOptions) -> PlanFile:
     path = Path(args.save or ".") / "plan.json"
     if (plan := broadcast_from_rank_0(partial(_kept, path, args, options))) is not None:
         return plan
-    probed = _cluster(args)
+    probed = _cluster(args, options)
     cluster = broadcast_from_rank_0(lambda: _limited(probed, options))
     if cluster.mixed and (flag := _context_flag(args, options)):
         raise ValueError(
@@ -124,11 +124,12 @@ def _decided(loop: LoopEncoders | None) -> list[str]:
     return [] if loop is None else [n for n, p in loop.policies.items() if p != Policy.BEFORE_STEP]
 
 
-def _cluster(args: argparse.Namespace) -> Cluster | None:
+def _cluster(args: argparse.Namespace, options: PulseOptions) -> Cluster | None:
     """Cluster measured from the ranks' links and devices, on rank 0 (collective)."""
     device = compute_device()
     timeout_s = timedelta(minutes=args.distributed_timeout_minutes).total_seconds()
-    settings = ProbeSettings("this job", device, timeout_s=timeout_s)
+    shared = bool(_context_flag(args, options))
+    settings = ProbeSettings("this job", device, timeout_s=timeout_s, all_to_alls=shared)
     if dist.get_world_size() > 1:
         probed = probe(settings)
         return None if probed is None else probed.cluster

@@ -55,9 +55,9 @@ _BLOCKS, _TURNS, _TURN = 9, 10, 384
 
 A block takes some milliseconds on a CPU core.
 """
-_LARGE_BLOCKS, _LARGE_TURNS = 5, 2
-"""The same of all-to-alls beyond ``SMALL_BYTES``."""
-_EXCHANGED = 4096, 2**16, 2**18, 2**20, 2**23, 2**25
+_EXCHANGE_BLOCKS, _EXCHANGE_TURNS = 5, 4
+"""The same of all-to-alls; there are half as many turns beyond ``SMALL_BYTES``."""
+_EXCHANGED = 4096, 2**16, 2**20, 2**23, 2**25
 """Sizes of all-to-alls in bytes."""
 _MOST_TIMES = 8.0
 """Limit on the ratio between speeds of small and large collectives."""
@@ -70,13 +70,17 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """Maximum message size, this rank's device, and the time limit of every wait."""
+    """Maximum message size, this rank's device, and the time limit of every wait.
+
+    Without ``all_to_alls``, which context parallelism alone uses, those are not measured.
+    """
 
     name: str
     device: torch.device
     max_bytes: int = 32 * 2**20
     timeout_s: float = 60.0
     planned_device: str | None = None
+    all_to_alls: bool = True
 
 
 @dataclass(frozen=True)
@@ -333,6 +337,8 @@ class _Prober:
     def _all_to_alls(self, each: int) -> tuple[AllToAllTimes, ...]:
         """Times of all-to-alls of the groups that context parallelism may form in a node of
         ``each`` ranks."""
+        if not self.settings.all_to_alls:
+            return ()
         return tuple(self._all_to_all(size) for size in divisors(each) if size > 1)
 
     def _all_to_all(self, size: int) -> AllToAllTimes:
@@ -350,12 +356,9 @@ class _Prober:
         num_bytes = [count for count in _EXCHANGED if count <= most]
         seconds: list[float] = []
         for count in num_bytes:
-            small = count <= SMALL_BYTES
-            found_s = self._added_s(
-                own,
-                partial(_exchange, count // 4 // size, size, own, self.settings.device),
-                *((_BLOCKS, _TURNS) if small else (_LARGE_BLOCKS, _LARGE_TURNS)),
-            )
+            call = partial(_exchange, count // 4 // size, size, own, self.settings.device)
+            turns = _EXCHANGE_TURNS // (1 if count <= SMALL_BYTES else 2)
+            found_s = self._added_s(own, call, _EXCHANGE_BLOCKS, turns)
             slowest_s = float(max(gather_objects(found_s)))
             # A larger one that took less was less disturbed: the line rises at every size.
             seconds.append(rounded(max(slowest_s, 1e-9, *seconds[-1:])))
