@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_pulse.cli.main import main
 from megatron_pulse.planner.cluster.cluster import (
     BandwidthScope,
     Cluster,
     ClusterLink,
     DeviceFigures,
 )
-from megatron_pulse.planner.layout.layouts import ROW
+from megatron_pulse.planner.layout.layouts import ROW, WHOLE
 from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
 from megatron_pulse.planner.tune.config import Config
@@ -216,6 +217,15 @@ def test_a_plan_runs_to_the_bit_as_flags_and_exchanges_what_it_says(tmp_path: Pa
     assert {call.group for call in calls} == {"context"}
     sent = sum(n * call.num_bytes for call, n in calls.items()) / 2  # a half stays
     assert sent == plan.predicted["context_bytes_per_sample"] * plan.global_batch_size
+
+
+def test_a_plan_of_rings_runs_to_the_bit_as_flags(tmp_path: Path) -> None:
+    """4 heads over 3 ranks."""
+    path = tmp_path / "plan.json"
+    _plan(path, Config(1, 1, 1, 2, WHOLE, context=3))
+    assert main(["check", str(path)]) == 0
+    by_plan = run(3, *TINY["tokens"], "--pulse-plan", str(path), *STEPS, backbone="none")
+    assert_same(by_plan, _run(3, 3))
 
 
 def _plan(path: Path, config: Config) -> PlanFile:

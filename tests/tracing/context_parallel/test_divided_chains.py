@@ -85,8 +85,8 @@ def _faults(found: Compared, tolerance: float) -> list[str]:
     checked = {
         f"output differs by {found.output:.1e}": found.output < tolerance,
         f"gradient of {worst} by {found.gradients[worst]:.1e}": found.gradients[worst] < tolerance,
-        f"sent {found.sent}, predicted {found.predicted}": found.sent == found.predicted
-        and found.sent[0] > 0,
+        f"sent {found.sent}, predicted {found.predicted}": found.sent[0] > 0
+        and found.sent == pytest.approx(found.predicted),
     }
     return [fault for fault, holds in checked.items() if not holds]
 
