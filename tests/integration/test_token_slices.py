@@ -87,4 +87,4 @@ REFUSED: dict[str, tuple[str, int, list[str], str]] = {
 def test_refused_with_the_reason(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone, num_ranks, flags, said = REFUSED[what]
     (fault,) = refuse(monkeypatch, num_ranks, [*SLICED, *flags], [*TINY[backbone], *BASE, *STEPS])
-    assert said in fault
+    assert said in fault and fault.count("--pulse-token-slices") == 1

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from megatron_pulse.cli.plan.tuning.tune_input import context_degrees
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
 from megatron_pulse.planner.tune.config import Choices, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
@@ -94,6 +97,18 @@ def test_all_degrees_together_give_the_best_of_each() -> None:
 def test_further_problems(first: int) -> None:
     for seed in range(first, first + 20):
         compare(seed)
+
+
+@pytest.mark.parametrize(
+    ("given", "has_profile", "degrees"),
+    [(None, False, (1,)), (None, True, None), ("auto", False, None), ("4,2", True, (2, 4))],
+)
+def test_degrees_that_pulse_tune_tries(
+    given: str | None, has_profile: bool, degrees: tuple[int, ...] | None
+) -> None:
+    """Costs are made where they are asked for alone; None stands for all that are known."""
+    profile = Path("profile.json") if has_profile else None
+    assert context_degrees(Namespace(context_parallel=given, profile=profile)) == degrees
 
 
 def test_data_parallelism_has_whole_samples() -> None:
