@@ -57,8 +57,9 @@ A block takes some milliseconds on a CPU core.
 """
 _EXCHANGE_BLOCKS, _EXCHANGE_TURNS = 5, 4
 """The same of all-to-alls; there are half as many turns beyond ``SMALL_BYTES``."""
-_EXCHANGED = 4096, 2**16, 2**20, 2**23, 2**25
-"""Sizes of all-to-alls in bytes."""
+_EXCHANGED, _MORE_ON_GPUS = (4096, 2**16, 2**20, 2**23, 2**25, 2**28), 8
+"""Sizes of all-to-alls in bytes, and how much larger than other messages they may be on GPUs,
+where layers of long sequences send hundreds of megabytes."""
 _MOST_TIMES = 8.0
 """Limit on the ratio between speeds of small and large collectives."""
 _COLLECTIVES = {
@@ -352,7 +353,8 @@ class _Prober:
             for first in range(0, self.world, size)
         ]
         own = groups[self.rank // size]
-        most = max(self.settings.max_bytes, _EXCHANGED[1])
+        most = self.settings.max_bytes * (_MORE_ON_GPUS if self.cuda else 1)
+        most = max(most, _EXCHANGED[1])
         num_bytes = [count for count in _EXCHANGED if count <= most]
         seconds: list[float] = []
         for count in num_bytes:
