@@ -269,6 +269,8 @@ def _check_auto(line: CommandLine, options: PulseOptions) -> Iterator[str]:
         yield str(error)
     if options.plan is not None:
         yield "--pulse-auto and --pulse-plan exclude each other: leave one out"
+    if options.auto_context and line.says("--context-parallel-size"):
+        yield "--pulse-auto-context searches --context-parallel-size: give one of them"
     if not args.pulse_backbone:
         yield "--pulse-auto needs --pulse-backbone or --pulse-module"
     elif options.plan is None:
@@ -390,9 +392,11 @@ def prepare(
             try:
                 plan = plan_run(args, options, backbone, given)
             except ValueError as error:
+                reasons, what = faults_in(error), "no plan can be made"
                 given_by = ", ".join(_plan_flags(line))
-                what = f"no plan can be made ({given_by})" if given_by else "no plan can be made"
-                faults.append(format_faults(what, faults_in(error)))
+                if given_by and not all(reason.startswith("--") for reason in reasons):
+                    what += f" ({given_by})"
+                faults.append(format_faults(what, reasons))
         if plan is not None and data is not None:
             faults += data.place_encoders(plan, given)
     if faults := faults or no_step_elsewhere(start, args):

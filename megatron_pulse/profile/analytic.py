@@ -172,12 +172,13 @@ def analyse_context(
 
     Raises Faults if the tokens cannot be divided.
     """
-    sizes = [max(profile.micro_batch_sizes)]
-    return with_context_costs(
-        profile,
-        backbone,
-        lambda part, size: analyse(part, sizes, roofline, running=running, context=size),
-    )
+    sizes, slices = [max(profile.micro_batch_sizes)], tuple(profile.sliced)
+
+    def of_rank(part: Backbone, size: int) -> Profile:
+        given = running, slices, size
+        return analyse(part, sizes, roofline, False, False, *given)
+
+    return with_context_costs(profile, backbone, of_rank)
 
 
 def count_work(

@@ -46,6 +46,8 @@ class LayerContextCosts:
     - ``boundary_bytes``: bytes per sample of the boundary tensors it takes that the ranks divide.
     - ``all_to_all_bytes``: bytes per sample, over all ranks, of the queries, keys, values and
       results of its ``num_attentions`` attentions over divided keys.
+    - ``ring_bytes``: bytes per sample, over all ranks, of the keys and values, which ring attention
+      passes on where heads do not divide (0: rings are not known).
     - ``gathered_bytes``: bytes per sample of the ``num_gathers`` values that are gathered.
     """
 
@@ -57,15 +59,22 @@ class LayerContextCosts:
     num_attentions: int = 0
     gathered_bytes: int = 0
     num_gathers: int = 0
+    ring_bytes: int = 0
 
-    def sent_bytes(self, size: int) -> tuple[float, float]:
-        """Bytes per sample that ``size`` ranks send together in a forward: by all-to-alls, and for
+    def sent_bytes(
+        self, size: int, *, ring: bool = False, backward: bool = False
+    ) -> tuple[float, float]:
+        """Bytes per sample that ``size`` ranks send together in a pass: for attentions, and for
         gathers.
 
-        A rank has 1 / size of an attention's tensors. Of a gathered value it sends its part to
-        every other rank. A backward sends as much.
+        A rank has 1 / size of an attention's tensors. In a ``ring`` its keys and values visit every
+        other rank, in a ``backward`` with as many gradients. Of a gathered value it sends its part
+        to every other rank.
         """
-        return (size - 1) / size * self.all_to_all_bytes, (size - 1) * self.gathered_bytes
+        attended = (size - 1) / size * self.all_to_all_bytes
+        if ring:
+            attended = (1 + backward) * (size - 1) * self.ring_bytes
+        return attended, (size - 1) * self.gathered_bytes
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ class ContextCosts:
     """Costs of context parallelism for all layers of a profile.
 
     - ``heads``: numbers of heads of the attentions over divided keys. The context degree, times the
-      tensor degree, divides them.
+      tensor degree, divides them, or attentions are rings.
     - ``skips``, ``conditioning``: bytes per sample that ranks divide, in the profile's order.
     """
 
@@ -82,9 +91,23 @@ class ContextCosts:
     skips: tuple[int, ...] = ()
     conditioning: tuple[int, ...] = ()
 
-    def divides(self, size: int) -> bool:
-        """True if ``size`` ranks can share the heads of every attention."""
-        return not uses_ring(self.heads, size)
+    def is_ring(self, size: int) -> bool:
+        """True if ``size`` context-parallel ranks cannot share the heads of every attention."""
+        return uses_ring(self.heads, size)
+
+    def refusal(self, size: int, tensor: int = 1) -> str:
+        """Reason why ``size`` ranks cannot share tokens, beside ``tensor`` that share heads; ""
+        if they can."""
+        if size == 1 or not uses_ring(self.heads, size, tensor):
+            return ""
+        degrees = f"T x K = {tensor} x {size}" if tensor > 1 else f"K = {size}"
+        said = f"{degrees} does not divide {', '.join(map(str, self.heads))} heads"
+        if tensor > 1:
+            return f"{said}, and plans combine ring attention with no tensor parallelism"
+        attending = [layer for layer in self.layers if layer.num_attentions]
+        if all(layer.ring_bytes for layer in attending):
+            return ""
+        return f"{said}, and the profile has no costs of ring attention"
 
     def faults(self, num_layers: int, num_skips: int, num_edges: int) -> Iterator[str]:
         """Yield contradictions to a profile of that many layers, skips and conditioning edges."""

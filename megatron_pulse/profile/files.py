@@ -13,6 +13,7 @@ from megatron_pulse.errors import Faults, format_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, write_with_checksum
 from megatron_pulse.json_validation import validated, with_current_keys
+from megatron_pulse.profile.context_costs import LayerContextCosts
 from megatron_pulse.profile.layer_records import (
     LayerTimes,
     ProfiledConditioning,
@@ -27,7 +28,7 @@ _MOST_SUMS = 1000
 _OLDER: Mapping[type, Mapping[str, Any]] = {
     Profile: {
         **{"threads": 0, "transformer_impl": LOCAL, "token_slices": 1, "sliced": {}},
-        **{"shapes": [], "kinds": {}, "context": None},
+        **{"shapes": [], "kinds": {}, "context": None, "sliced_context": {}},
     },
     ProfiledLayer: {
         **{"optimizer_s": 0.0, "sharded_time": 1.0, "frozen_parameters": 0},
@@ -41,6 +42,7 @@ _OLDER: Mapping[type, Mapping[str, Any]] = {
         for field in dataclasses.fields(LayerTimes)
         if field.default is not dataclasses.MISSING
     },
+    LayerContextCosts: {"ring_bytes": 0},
 }
 """Fields that older profiles lack, with their values."""
 
@@ -75,7 +77,7 @@ def to_record(profile: Profile) -> dict[str, Any]:
     for owner in (record, *record["shapes"]):
         if owner["context"] is None:
             del owner["context"]
-    for name in ("shapes", "kinds", "sliced"):
+    for name in ("shapes", "kinds", "sliced", "sliced_context"):
         if not record[name]:
             del record[name]
     if profile.token_slices == 1:
@@ -119,6 +121,9 @@ def _with_current_form(record: Mapping[str, Any]) -> dict[str, Any]:
             {"context": None, **row} if isinstance(row, dict) else row for row in shapes
         ]
     owners = [found, *(row for row in found["shapes"] if isinstance(row, dict))]
+    for owner in owners:
+        if isinstance(costs := owner["context"], dict):
+            owner["context"] = dict(costs)
     lists: list[tuple[type, dict[str, Any], str]] = []
     for owner in owners:
         lists += [
@@ -126,12 +131,14 @@ def _with_current_form(record: Mapping[str, Any]) -> dict[str, Any]:
             (ProfiledSkip, owner, "skips"),
             (ProfiledConditioning, owner, "conditioning"),
         ]
+        if isinstance(costs := owner["context"], dict):
+            lists.append((LayerContextCosts, costs, "layers"))
         if isinstance(times := owner.get("times"), dict):
             owner["times"] = dict(times)
             lists += [(LayerTimes, owner["times"], size) for size in times]
     for kind, owner, key in lists:
         if isinstance(rows := owner.get(key), list):
-            rows = [with_current_keys(row, _FORMER_NAMES[kind]) for row in rows]
+            rows = [with_current_keys(row, _FORMER_NAMES.get(kind, {})) for row in rows]
             given = set().union(*(row.keys() for row in rows if isinstance(row, dict)))
             older = {name: value for name, value in _OLDER[kind].items() if name not in given}
             owner[key] = [{**older, **row} if isinstance(row, dict) else row for row in rows]

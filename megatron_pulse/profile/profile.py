@@ -72,6 +72,7 @@ class Profile:
     - ``kinds``: costs on each kind of device by name, if a cluster's devices differ. All other
       times are then the largest of any kind (see ``unlike_devices.combine``).
     - ``context``: costs of context parallelism, if they are known.
+    - ``sliced_context``: the same with other numbers of slices.
 
     Raises ProfileError with every fault.
     """
@@ -97,6 +98,7 @@ class Profile:
     shapes: tuple[ProfiledShape, ...] = field(default=(), repr=False)
     kinds: Mapping[str, KindTimes] = field(default_factory=dict, repr=False)
     context: ContextCosts | None = field(default=None, repr=False)
+    sliced_context: Mapping[int, ContextCosts] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if faults := list(self._faults()):
@@ -187,7 +189,7 @@ class Profile:
         return tuple(between(a, b, share, least=micro_batch_size / low) for a, b in pairs)
 
     def in_slices(self, token_slices: int) -> Profile:
-        """Profile with token-wise parts in slices, without costs of context parallelism.
+        """Profile with token-wise parts in slices.
 
         Raises ProfileError if costs are unknown.
         """
@@ -200,8 +202,17 @@ class Profile:
             )
         others = {**self.sliced, self.token_slices: self.times}
         times = others.pop(token_slices)
-        context = self.context if token_slices == 1 else None
-        return replace(self, times=times, token_slices=token_slices, sliced=others, context=context)
+        contexts = dict(self.sliced_context)
+        if self.context is not None:
+            contexts[self.token_slices] = self.context
+        return replace(
+            self,
+            times=times,
+            token_slices=token_slices,
+            sliced=others,
+            context=contexts.pop(token_slices, None),
+            sliced_context=contexts,
+        )
 
     def only(self, *micro_batch_sizes: int) -> Profile:
         """Profile at these microbatch sizes alone, interpolated if necessary.
@@ -219,7 +230,10 @@ class Profile:
         times, whole = of_sizes(self), {}
         if 1 in self.sliced:
             whole[1] = of_sizes(self.in_slices(1))
-        return replace(self, times=times, sliced=whole, shapes=(), kinds=kinds)
+        contexts = {count: own for count, own in self.sliced_context.items() if count in whole}
+        return replace(
+            self, times=times, sliced=whole, shapes=(), kinds=kinds, sliced_context=contexts
+        )
 
     def of_kind(self, name: str) -> Profile:
         """Profile on one of ``kinds`` alone."""
@@ -438,9 +452,13 @@ class Profile:
         for i, edge in enumerate(self.conditioning):
             yield from self._bad_edge(f"conditioning[{i}]", edge.source, edge.consumers)
             yield from _beyond(f"conditioning[{i}]", edge, ("num_bytes",))
+        sizes = len(self.layers), len(self.skips), len(self.conditioning)
         if self.context is not None:
-            sizes = len(self.layers), len(self.skips), len(self.conditioning)
             yield from self.context.faults(*sizes)
+        for count, own in self.sliced_context.items():
+            if count not in self.sliced:
+                yield f"sliced_context.{count}: sliced has no times in so many slices"
+            yield from (f"sliced_context.{count}: {fault}" for fault in own.faults(*sizes))
         yield from self._shape_faults()
         yield from self._sliced_faults()
         yield from self._kind_faults()
@@ -457,7 +475,7 @@ class Profile:
                 yield f"sliced.{count} is at other microbatch sizes than those of the profile"
             else:
                 try:
-                    replace(self, times=times, token_slices=count, sliced={})
+                    replace(self, times=times, token_slices=count, sliced={}, sliced_context={})
                 except ProfileError as error:
                     yield f"sliced.{count}: {error}"
 

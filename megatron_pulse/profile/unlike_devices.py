@@ -54,6 +54,7 @@ def combine(profiles: Mapping[str, Profile]) -> Profile:
         ),
         times=times,
         sliced={},
+        sliced_context={},
         kinds={
             kind: KindTimes(profile.device, _with_bytes(profile, times), _optimizer_s(profile))
             for kind, profile in profiles.items()

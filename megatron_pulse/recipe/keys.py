@@ -265,6 +265,9 @@ class Parallel:
         "given)",
         "--pulse-auto",
     )
+    auto_context: bool = key(
+        "let auto search context as well", "--pulse-auto-context", default=False
+    )
     plan: Text | None = key("plan of 'pulse tune', file or folder", "--pulse-plan")
     pipeline: Count | None = key("devices of a pipeline", "--pipeline-model-parallel-size")
     tensor: Count | None = key("tensor parallelism", "--tensor-model-parallel-size")

@@ -248,8 +248,6 @@ class DerivedLayer(Nest):
 
     @token_slices.setter
     def token_slices(self, count: int) -> None:
-        if count > 1 and self._group is not None:
-            raise ValueError("slices of tokens are not combined with context parallelism")
         if count != self._token_slices:
             self._token_slices = count
             self._undivided = undivided(self._sliced(self._source.chains.first)[0])
@@ -359,11 +357,14 @@ class DerivedLayer(Nest):
 
     def _changed(self, chain: UnitChain) -> Unit:
         """The unit, of any shape: divided, with the adapter and with quantised weights."""
-        unit = chain.units[self._index]
+        unit, index = chain.units[self._index], self._index
         if self._group is not None:
-            unit = self._divided(chain, self._group).unit(unit, self._index)
-        if self._token_slices > 1:
-            unit = with_tokens(unit, self._source.divided(chain, 0, 1).graphs[self._index])
+            divided = self._divided(chain, self._group)
+            unit = divided.unit(unit, index)
+            if self._token_slices > 1:
+                unit = with_tokens(unit, divided.graphs[index].own_nodes)
+        elif self._token_slices > 1:
+            unit = with_tokens(unit, self._source.divided(chain, 0, 1).graphs[index].nodes)
         if self._adapter is not None:
             unit = adapted(unit, self._adapter)
         if self._quantized and (quantization := self._source.quantization) is not None:

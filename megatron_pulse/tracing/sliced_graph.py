@@ -7,8 +7,10 @@ computes its share.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import operator
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +20,11 @@ from torch import Tensor, fx, nn
 
 from megatron_pulse.adapters.low_rank import drop
 from megatron_pulse.backbone.token_slices import TokenSlices, TokenWise, slice_counts
-from megatron_pulse.tracing.context_parallel.divided_graph import DividedGraph, GraphDivider
+from megatron_pulse.tracing.context_parallel.collectives import attention
+from megatron_pulse.tracing.context_parallel.divided_graph import GraphDivider
 from megatron_pulse.tracing.context_parallel.division import Division
-from megatron_pulse.tracing.context_parallel.graph_builder import NoRule, is_attention
+from megatron_pulse.tracing.context_parallel.graph_builder import Divided, NoRule, is_attention
+from megatron_pulse.tracing.context_parallel.ring import ring_attention
 from megatron_pulse.tracing.context_parallel.rules import LINEAR_MAPS
 from megatron_pulse.tracing.graph_analysis import GraphAnalysis, is_heavy, operation, written
 from megatron_pulse.tracing.units import Unit
@@ -29,11 +33,14 @@ _TOKENS = "tokens"
 """Mark of a node: its value, and the division of its tokens."""
 
 
-def with_tokens(unit: Unit, divided: DividedGraph) -> Unit:
-    """``unit`` whose operations know their tokens, also once they are adapted or quantised."""
+def with_tokens(unit: Unit, nodes: Sequence[tuple[Any, Divided]]) -> Unit:
+    """``unit`` whose operations know their tokens, also once they are adapted or quantised.
+
+    ``nodes`` are the values of its graph's nodes with their divisions (see ``DividedGraph``).
+    """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(unit.graph, copies))
-    for node, marked in zip(unit.graph.nodes, divided.nodes, strict=True):
+    for node, marked in zip(unit.graph.nodes, nodes, strict=True):
         if node in copies:
             copies[node].meta[_TOKENS] = marked
     return replace(unit, graph=graph)
@@ -81,10 +88,16 @@ class _RegionModule(nn.Module):
 def sliced(unit: Unit, slices: int) -> tuple[Unit, dict[str, Region]]:
     """``unit`` with calls of modules in place of its regions, which have the modules' names.
 
-    ``unit`` must come from ``with_tokens``. Regions without a linear map stay as they are.
+    ``unit`` must come from ``with_tokens``. Regions without a linear map stay as they are. So do
+    those in which a rule does not hold for a slice, with a warning.
     """
     analysis = _Regions(unit.graph)
-    found = [region for nodes in analysis.regions() if (region := _region(nodes, slices))]
+    found = list[Region]()
+    for nodes in analysis.regions():
+        if isinstance(region := _region(nodes, slices), Region):
+            found.append(region)
+        else:
+            _warn_of_whole(region)
     names = {f"token_slices_{number}": region for number, region in enumerate(found)}
     return replace(unit, graph=_with_calls(unit.graph, analysis, names)), names
 
@@ -150,6 +163,7 @@ class _Regions:
             and bool(of_inputs)
             and all(of == segments for of in of_inputs)
             and not is_attention(operation(node))
+            and node.target not in (attention, ring_attention)
             and node.target is not drop  # its masks are of whole sequences
             and not any(reading.memory[each] in shared for each in (node, *given))
         )
@@ -175,8 +189,15 @@ def _segments(node: fx.Node) -> tuple[int, ...] | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _region(nodes: Sequence[fx.Node], slices: int) -> Region | None:
-    """Region of ``nodes``; None where a rule does not hold for a part of a segment."""
+@functools.cache
+def _warn_of_whole(reason: str) -> None:
+    """Say once that a region stays whole."""
+    said = f"token slices: an operation and those beside it stay whole: {reason}"
+    warnings.warn(said, stacklevel=2)
+
+
+def _region(nodes: Sequence[fx.Node], slices: int) -> Region | str:
+    """Region of ``nodes``, or the reason why it cannot run in slices."""
     inside = set(nodes)
     first = next(of for node in nodes if (of := _segments(node)) is not None)
     length = sum(first)
@@ -200,8 +221,10 @@ def _region(nodes: Sequence[fx.Node], slices: int) -> Region | None:
         divider = _SliceDivider(graph, values, taken, rank, len(counts))
         divided = divider.run()
         dims = [None if each is None else each.dim for each in divided.divisions]
-        if divided.collectives or any(dim is None for dim in dims):
-            return None
+        for each in divided.collectives:
+            return f"{each.operation} at {each.place}: {each.reason}"
+        if any(dim is None for dim in dims):
+            return f"{operation(results[dims.index(None)])}: its result has no tokens"
         shares[counts[rank]] = divided.graph
     outer = {copy: node for node, copy in env.items()}
     return Region(

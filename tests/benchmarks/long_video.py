@@ -56,6 +56,13 @@ MODELS: Mapping[str, Model] = {
     "ltx-2b-121f-704p": Model(
         "LTXVideoTransformer3DModel", {"frames": 16, "height": 22, "width": 38}
     ),
+    "ltx-13b-121f-704p": Model(
+        "LTXVideoTransformer3DModel",
+        {
+            **{"frames": 16, "height": 22, "width": 38, "num_layers": 48},
+            **{"attention_head_dim": 128, "cross_attention_dim": 4096},
+        },
+    ),
     "qwen-image-1024": Model("QwenImageTransformer2DModel", {}),
     "flux2-1024": Model("Flux2Transformer2DModel", {}, ("to_qkv_mlp_proj", "to_out")),
 }

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_pulse.cli.main import main
 from megatron_pulse.planner.cluster.cluster import (
     BandwidthScope,
     Cluster,
     ClusterLink,
     DeviceFigures,
 )
-from megatron_pulse.planner.layout.layouts import ROW
+from megatron_pulse.planner.layout.layouts import ROW, WHOLE
 from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
 from megatron_pulse.planner.tune.config import Config
@@ -218,6 +219,15 @@ def test_a_plan_runs_to_the_bit_as_flags_and_exchanges_what_it_says(tmp_path: Pa
     assert sent == plan.predicted["context_bytes_per_sample"] * plan.global_batch_size
 
 
+def test_a_plan_of_rings_runs_to_the_bit_as_flags(tmp_path: Path) -> None:
+    """4 heads over 3 ranks."""
+    path = tmp_path / "plan.json"
+    _plan(path, Config(1, 1, 1, 2, WHOLE, context=3))
+    assert main(["check", str(path)]) == 0
+    by_plan = run(3, *TINY["tokens"], "--pulse-plan", str(path), *STEPS, backbone="none")
+    assert_same(by_plan, _run(3, 3))
+
+
 def _plan(path: Path, config: Config) -> PlanFile:
     """Plan of the module for eight samples a step on devices as slow as processors."""
     machine = Cluster(
@@ -248,6 +258,15 @@ def test_a_run_chooses_the_rest_beside_a_given_number_of_ranks(tmp_path: Path) -
     assert_close(by_auto, _run(1, 1))
 
 
+def test_a_run_chooses_the_number_of_ranks_too(tmp_path: Path) -> None:
+    """The plan has the costs, whatever it chooses."""
+    auto = ["--pulse-auto", "--pulse-auto-context", "--save", str(tmp_path)]
+    by_auto = run(2, *TINY["tokens"], *STEPS, *auto, backbone="none")
+    plan = load_checked(tmp_path / "plan.json")
+    assert plan.profile.context is not None and plan.context in (1, 2)
+    _assert_close(by_auto, _run(1, 1))
+
+
 REFUSED: dict[str, tuple[int, list[str], str]] = {
     "ranks": (3, [], "x --context-parallel-size 2"),
     "tensor parallelism": (4, ["--tensor-model-parallel-size", "2"], "has no tensor parallelism"),
@@ -258,6 +277,8 @@ REFUSED: dict[str, tuple[int, list[str], str]] = {
     ),
     "rank order": (2, ["--use-tp-pp-dp-mapping"], "in Megatron"),
     "a layer recomputed on one rank": (2, ["--pulse-sdc-check-interval", "2"], "without those"),
+    "a search": (2, ["--pulse-auto", "--pulse-auto-context"], "give one of them"),
+    "no search": (2, ["--pulse-auto-context"], "was given without --pulse-auto"),
     "dropout": (
         2,
         ["--pulse-adapter", "lora", "--pulse-adapter-dropout", "0.1"],

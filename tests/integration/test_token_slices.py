@@ -38,6 +38,16 @@ def test_tensor_and_sequence_parallel_ranks_slice_their_own_tokens() -> None:
     _assert_close(sliced, whole)
 
 
+@pytest.mark.parametrize("backbone", ["tokens", "uvit"])
+@pytest.mark.parametrize("recompute", [[], ["--recompute-granularity", "full"]])
+def test_ranks_that_share_tokens_slice_their_own(backbone: str, recompute: list[str]) -> None:
+    ranks = ["--context-parallel-size", "2", *recompute]
+    sliced = run(2, *STEPS, *SLICED, *ranks, backbone=backbone)
+    _assert_close(sliced, alone(*STEPS, backbone=backbone))
+    if not recompute:
+        assert_same(run(4, *STEPS, *SLICED, *pipeline(2, *ranks), backbone=backbone), sliced)
+
+
 def test_bf16_trains_alike_with_reductions_in_fp32() -> None:
     whole, sliced = (run(2, *STEPS, "--bf16", *more) for more in ([], SLICED))
     assert sliced.losses == pytest.approx(whole.losses, rel=2e-3)
@@ -69,7 +79,6 @@ def test_a_tuned_run_has_the_slices_asked_for(tmp_path: Path) -> None:
 LORA = ["--pulse-adapter", "lora", "--pulse-adapter-dropout", "0.1"]
 REFUSED: dict[str, tuple[str, int, list[str], str]] = {
     "UNets": ("unet", 1, [], "--pulse-token-slices 3: unet-tiny has no layer that can be sliced"),
-    "context parallelism": ("tokens", 2, ["--context-parallel-size", "2"], "give one of them"),
     "dropout": ("uvit", 1, LORA, "draws a mask for whole sequences in hand-written layers"),
 }
 
@@ -78,4 +87,4 @@ REFUSED: dict[str, tuple[str, int, list[str], str]] = {
 def test_refused_with_the_reason(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone, num_ranks, flags, said = REFUSED[what]
     (fault,) = refuse(monkeypatch, num_ranks, [*SLICED, *flags], [*TINY[backbone], *BASE, *STEPS])
-    assert said in fault
+    assert said in fault and fault.count("--pulse-token-slices") == 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pulse.planner.cluster.all_to_alls import AllToAllTimes
 from megatron_pulse.planner.cluster.cluster import (
     BandwidthScope,
     Cluster,
@@ -196,3 +198,27 @@ def test_values_made_in_code_are_checked_too() -> None:
         Cluster("c", 1, 1, -1, "H100", INSIDE)
     with pytest.raises(ClusterError, match="links.inter_node is missing"):
         Cluster("c", 2, 1, 1, "H100", INSIDE)
+
+
+EXCHANGES = AllToAllTimes(2, (1000, 3000), (1e-3, 2e-3))
+
+
+def test_measured_all_to_alls_inside_a_node(tmp_path: Path) -> None:
+    measured = two_by_four(all_to_alls=(EXCHANGES,))
+    times = {500: 1e-3, 1000: 1e-3, 2000: 1.5e-3, 3000: 2e-3, 6000: 4e-3}
+    for num_bytes, seconds in times.items():
+        assert measured.all_to_all_s(num_bytes, (2, 3)) == pytest.approx(seconds)
+    for ranks in ((3, 4), range(4)):  # between nodes, and of another number
+        assert measured.all_to_all_s(2000, ranks) == two_by_four().all_to_all_s(2000, ranks)
+    save_cluster(measured, tmp_path / "c.yaml")
+    assert load_cluster(tmp_path / "c.yaml") == measured
+
+
+def test_all_to_alls_that_contradict_themselves_are_refused() -> None:
+    wrong = AllToAllTimes(2, (3000, 1000), (2e-3, 1e-3, 1e-3))
+    with pytest.raises(ClusterError) as refused:
+        two_by_four(all_to_alls=(EXCHANGES, wrong))
+    for said in ("2 num_bytes and 3 seconds", "ascending", "less with more", "2 ranks occur twice"):
+        assert said in str(refused.value)
+    with pytest.raises(ClusterError, match=r"all_to_alls\.0\.ranks is 1"):
+        two_by_four(all_to_alls=(replace(EXCHANGES, ranks=1),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from megatron_pulse.planner.cluster.cluster import (
     DeviceFigures,
 )
 from megatron_pulse.planner.tune.context_rank import of_context_rank
+from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from megatron_pulse.profile.analytic import analyse, analyse_context
 from megatron_pulse.profile.context_costs import RankShare
 from megatron_pulse.profile.files import load_profile
@@ -28,6 +30,7 @@ from megatron_pulse.profile.roofline import Roofline, custom_device
 from megatron_pulse.tracing.context_parallel.divided_backbone import divide_context, traffic_of
 from model_specs import allow, load_backbone
 from tests.integration import tiny_tokens
+from tests.reference import unsealed_record
 
 MODULE = f"{tiny_tokens.__file__}:build"
 LARGE = {"width": 512, "heads": 8}
@@ -66,6 +69,39 @@ def test_a_ranks_costs_are_those_counted_of_it(size: int, tokens: tuple[Backbone
         assert other.whole_s == pytest.approx(one.whole_s, abs=0.005 * total_s)
         assert other.saved_bytes == pytest.approx(one.saved_bytes, rel=0.01)
         assert other.peak_bytes == pytest.approx(one.peak_bytes, abs=0.05 * most)
+
+
+def test_a_ranks_costs_in_slices_are_those_counted_of_it() -> None:
+    allow(MODULE)
+    backbone = load_backbone(MODULE, LARGE)
+    profile = analyse(backbone, [2], CPU, token_slices=[3])
+    profile = analyse_context(profile, backbone, CPU).in_slices(3)
+    counted = analyse(divide_context(backbone, 0, 4), [2], CPU, token_slices=[3], context=4)
+    predicted, counted = of_context_rank(profile, FREE, 4).times_at(2), counted.in_slices(3)
+    total_s = sum(row.whole_s for row in counted.times_at(2))
+    for one, other in zip(counted.times_at(2), predicted, strict=True):
+        assert other.whole_s == pytest.approx(one.whole_s, abs=0.005 * total_s)
+        assert other.saved_bytes == pytest.approx(one.saved_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(6, 4), (5, 2), (5, 4)])
+def test_a_ranks_costs_in_a_ring_are_those_counted_of_it(heads: int, size: int) -> None:
+    """6 heads are counted over 2 ranks, 5 over none that divide them."""
+    allow(MODULE)
+    backbone = load_backbone(MODULE, {"width": 64 * heads, "heads": heads})
+    profile = analyse_context(analyse(backbone, [2], CPU), backbone, CPU)
+    costs = profile.context
+    assert costs is not None and costs.is_ring(size) and not costs.refusal(size)
+    traffic = traffic_of(backbone, size)
+    for layer, sent in zip(costs.layers, traffic, strict=True):
+        for backward in (False, True):
+            by_costs = sum(layer.sent_bytes(size, ring=True, backward=backward))
+            assert by_costs == pytest.approx(size * sent.sent_per_rank(size, backward=backward))
+    counted = analyse(divide_context(backbone, 0, size), [2], CPU, context=size).times_at(2)
+    predicted = of_context_rank(profile, FREE, size).times_at(2)
+    total_s = sum(row.whole_s for row in counted)
+    for one, other in zip(counted, predicted, strict=True):
+        assert other.whole_s == pytest.approx(one.whole_s, abs=0.01 * total_s)
 
 
 def test_exchanged_bytes_and_heads_are_those_of_the_graph(
@@ -140,6 +176,14 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert " K=" in capsys.readouterr().out
     assert main(["check", str(plan)]) == 0
     assert "ranks share tokens; each sends" in capsys.readouterr().out
+    record = unsealed_record(plan)
+    record["profile"]["context"]["heads"] = [16]
+    plan.write_text(json.dumps(record))
+    assert main(["check", str(plan)]) != 0
+    assert "profile.context.heads is [16]; attentions of" in "".join(capsys.readouterr())
+    auto = [part if part != "2,4" else "auto" for part in tuned]
+    assert main(auto) == 0
+    assert load_checked(plan).context in (1, 2, 4)
 
 
 @pytest.mark.parametrize("name", ["uvit-tiny", "flux-tiny", "hunyuan-tiny"])

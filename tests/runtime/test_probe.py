@@ -91,6 +91,10 @@ def test_two_ranks_of_this_machine() -> None:
         assert predicted == pytest.approx(group.median_s, rel=0.02)
     assert 0 < cluster.operation_us < 1e5 and cluster.collective_latency > 0
     assert cluster.host is None  # a CPU's copies are computing
+    (exchanges,) = cluster.all_to_alls
+    assert exchanges.ranks == 2 and exchanges.num_bytes[-1] == 2**20
+    assert 0 < exchanges.seconds[0] <= exchanges.seconds[-1] < 1
+    assert cluster.all_to_all_s(2**20, (0, 1)) == exchanges.seconds[-1]
     assert from_record(to_record(cluster)) == cluster
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from megatron_pulse.adapters.adapter import Adapter
 from megatron_pulse.backbone.chain import Backbone
@@ -16,6 +17,7 @@ from megatron_pulse.profile.analytic import count_work
 from megatron_pulse.profile.measurement.layer_context import meta_context, some_process_group
 from megatron_pulse.profile.token_slices import require_token_slices
 from megatron_pulse.runtime.measure.execution_modes import RUNNING
+from megatron_pulse.tracing.context_parallel.division import Division
 from megatron_pulse.tracing.from_module import source_of, with_quantization
 from megatron_pulse.tracing.graph_analysis import operation
 from megatron_pulse.tracing.sliced_graph import sliced, with_tokens
@@ -102,7 +104,7 @@ def test_regions_are_what_lies_between_attentions() -> None:
     chain = source.chains.first
     graphs = source.divided(chain, 0, 1).graphs
     units = zip(chain.units, graphs, strict=True)
-    found = {u.name: sliced(with_tokens(u, graph), 3) for u, graph in units}
+    found = {u.name: sliced(with_tokens(u, graph.nodes), 3) for u, graph in units}
     assert {name for name, (_, regions) in found.items() if regions} == {
         *(f"blocks.{i}{part}" for i in range(3) for part in ("", ".part2", ".part3")),
         "proj_out",
@@ -128,6 +130,26 @@ def test_a_sliced_layer_keeps_the_inputs_of_its_regions() -> None:
             kept.append(work.memory.kept.own_bytes)
     whole, parts = kept
     assert parts < whole / 4
+
+
+def test_a_region_that_cannot_be_sliced_stays_whole_and_is_told_once() -> None:
+    """Marked as token-wise, a sum over all tokens so far is not."""
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    mapped = graph.call_function(torch.ops.aten.linear.default, (x, weight))
+    graph.output((graph.call_function(torch.ops.aten.cumsum.default, (mapped, 1)),))
+    value, tokens = torch.empty(2, 6, 4, device="meta"), Division(1, (6,))
+    known = (value, tokens)
+    marks = [known, (torch.empty(4, 4, device="meta"), None), known, known, (None, None)]
+    source = source_of(Subject("wan", FP32).chain)
+    assert source is not None
+    unit = with_tokens(replace(source.chains.first.units[0], graph=graph), marks)
+    with pytest.warns(UserWarning, match=r"cumsum.default at .*: it is along the tokens"):
+        made, regions = sliced(unit, 3)
+    assert not regions and len(made.graph.nodes) == len(graph.nodes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sliced(unit, 3)
 
 
 def test_what_has_no_tokens_is_refused() -> None:

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Measures what planning needs, between the ranks on which it is started: latency and bandwidth inside
-a node and between nodes, contention of the devices of a node, efficiency of all-reduce, bandwidth
-between GPU and host memory, memory and speed of the devices. Devices are of one kind if they have
+a node and between nodes, contention of the devices of a node, efficiency of all-reduce, times of
+all-to-alls in a node (context parallelism), bandwidth between GPU and host memory, memory and speed
+of the devices. Devices are of one kind if they have
 the same name, memory within 2 % and measured speeds within 25 %; a file of several kinds has their
 names. It takes some ten seconds. Start it as training is started, on idle machines. Host names tell
 nodes apart and are not written.
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
     max_bytes = int(args.max_mb * 2**20)
     settings = ProbeSettings(args.name, device, max_bytes, args.timeout_s, args.device)
     with as_user_error(PulseError), _joined(ranks, backend, args.timeout_s):
-        with ProgressLine("probing", 6, "measurements", silent=ranks["RANK"] != "0") as line:
+        with ProgressLine("probing", 7, "measurements", silent=ranks["RANK"] != "0") as line:
 
             def progress(what: str) -> None:
                 line.what = what
@@ -208,6 +209,12 @@ def _comment(probed: ProbeResult, device: torch.device) -> str:
             )
         elif name == "intra_node" or cluster.nodes > 1:
             lines.append(f"{name}: too few ranks to measure contention.")
+    for each in cluster.all_to_alls:
+        rate = each.num_bytes[-1] / each.seconds[-1] / 1e9
+        lines.append(
+            f"All-to-alls of {each.ranks} ranks: {1e6 * each.seconds[0]:.3g} us for "
+            f"{each.num_bytes[0]} bytes, {rate:.3g} GB/s for {each.num_bytes[-1] / 2**20:g} MiB."
+        )
     if cluster.devices_per_node == 1:
         lines.append("One rank on each node: intra_node is a copy of inter_node.")
     return "\n".join(lines)

@@ -232,6 +232,7 @@ def report(profile: Profile, size: int, top: int) -> list[str]:
         f"{sum(skip.num_bytes for skip in costs.skips) / 1e6:,.1f} MB",
         *([profile.quantized] if profile.quantized else []),
         *_context(profile),
+        *_sliced(profile),
         *_selective(costs, profile.at(size, profile.all_layers(ActivationPolicy.SELECTIVE))),
     ]
 
@@ -244,13 +245,35 @@ def _context(profile: Profile) -> list[str]:
     whole = sum(row.whole_s for row in times) or 1.0
     part = sum(c.time.of(2) * row.whole_s for c, row in zip(costs.layers, times, strict=True))
     heads = f"heads {', '.join(map(str, costs.heads))}"
+    ring = sum(layer.ring_bytes for layer in costs.layers)
+    rings = f" ({ring / 1e6:,.1f} MB by rings where ranks do not divide heads)" * bool(ring)
     sent = sum(layer.all_to_all_bytes for layer in costs.layers)
     gathered = sum(layer.gathered_bytes for layer in costs.layers)
     return [
         f"context parallelism over ranks that divide {heads}: one of two takes {part / whole:.1%} "
-        f"of the time, and they exchange {sent / 1e6:,.1f} MB of a sample by all-to-alls and "
-        f"{gathered / 1e6:,.1f} MB by gathers in a forward"
+        f"of the time, and they exchange {sent / 1e6:,.1f} MB of a sample by all-to-alls{rings} "
+        f"and {gathered / 1e6:,.1f} MB by gathers in a forward"
     ]
+
+
+def _sliced(profile: Profile) -> list[str]:
+    """Lines on the effect of slices of tokens, if it is known."""
+    size, lines = profile.micro_batch_sizes[-1], []
+    for count in sorted(profile.sliced):
+        pairs = list(
+            zip(profile.times_at(size), profile.in_slices(count).times_at(size), strict=True)
+        )
+        whole, parts = zip(*pairs, strict=True)
+        peaks = [max(row.peak_bytes for row in rows) / 1e6 for rows in (whole, parts)]
+        longer = sum(row.whole_s for row in parts) / (sum(row.whole_s for row in whole) or 1) - 1
+        num_sliced = sum((a.saved_bytes, a.peak_bytes) != (b.saved_bytes, b.peak_bytes)
+                         for a, b in pairs)  # fmt: skip
+        lines.append(
+            f"with --pulse-token-slices {count} a layer takes at most {peaks[1]:,.1f} instead of "
+            f"{peaks[0]:,.1f} MB, and all layers {longer:+.1%} of the time; {num_sliced} of "
+            f"{len(pairs)} layers have parts in slices, the others stay whole"
+        )
+    return lines
 
 
 def _selective(costs: ChainCosts, part: ChainCosts) -> list[str]:
@@ -399,7 +422,7 @@ def _from_backbone(args: argparse.Namespace, sizes: Sequence[int]) -> Profile:
             threads=threads,
             running=RUNNING,
             transformer_impl=implementation,
-            token_slices=slices if context == 1 else (),
+            token_slices=slices,
             context=context,
         )
 

@@ -31,13 +31,21 @@ def check_context(plan: PlanFile, backbone: Backbone) -> tuple[list[str], str]:
         except Faults as error:
             return [f"context {size}: {fault}" for fault in error.faults], ""
         sent = max(sent, sum(each.sent_per_rank(size, plan.tensor) for each in traffic))
-        costs = context_costs(own.profile).layers
-        for i, (layer, does) in enumerate(zip(costs, traffic, strict=True)):
-            said = layer.all_to_all_bytes, layer.gathered_bytes
-            if said != (does.all_to_all, does.gathered):
+        costs = context_costs(own.profile)
+        found = {heads for each in traffic for heads in each.heads} or set(backbone.num_heads)
+        if set(costs.heads) != found:
+            faults.append(
+                f"profile.context.heads is {list(costs.heads)}; attentions of {backbone.name} have "
+                f"{sorted(found)}"
+            )
+        ring = costs.is_ring(size)
+        for i, (layer, does) in enumerate(zip(costs.layers, traffic, strict=True)):
+            attended = layer.ring_bytes if ring else layer.all_to_all_bytes
+            said = attended, layer.gathered_bytes
+            has = does.ring + does.all_to_all, does.gathered
+            if said != has:
                 faults.append(
                     f"profile.context.layers.{i} exchanges {said[0]:,} and gathers {said[1]:,} "
-                    f"bytes; {does.layer!r} of {backbone.name} {does.all_to_all:,} and "
-                    f"{does.gathered:,}"
+                    f"bytes; {does.layer!r} of {backbone.name} {has[0]:,} and {has[1]:,}"
                 )
     return faults, f"{size} ranks share tokens; each sends {in_mb(sent)} a sample and forward pass"

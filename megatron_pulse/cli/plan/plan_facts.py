@@ -72,16 +72,17 @@ def _exchanged(plan: PlanFile) -> list[tuple[str, str]]:
         return []
     first_pass = 1.0 if plan.dpo else plan.self_conditioning
     of = plan.profile, plan.context, plan.tensor, plan.activations, first_pass
-    by_all_to_all, by_gather = sent_bytes(*of)
+    by_attention, by_gather = sent_bytes(*of)
     costs = context_costs(plan.profile)
+    way = "rings of keys and values" if costs.is_ring(plan.context) else "all-to-alls"
     gathers = sum(layer.num_gathers for layer in costs.layers)
     step, seconds = plan.global_batch_size, plan.predicted["context_s"]
     return [
         (
             "exchanged",
-            f"{in_mb(by_all_to_all)} a sample by all-to-alls of {plan.context} ranks, "
+            f"{in_mb(by_attention)} a sample by {way} of {plan.context} ranks, "
             f"{in_mb(by_gather)} by {with_plural(gathers, 'gather')} a forward; "
-            f"{in_mb(step * (by_all_to_all + by_gather))} a step, {in_ms(seconds, 3)} of it on the "
+            f"{in_mb(step * (by_attention + by_gather))} a step, {in_ms(seconds, 3)} of it on the "
             "device with most",
         )
     ]

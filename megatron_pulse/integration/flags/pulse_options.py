@@ -247,6 +247,11 @@ class PulseOptions:
         "and microbatch size are searched unless given",
         False,
     )
+    auto_context: bool = flag(
+        "with --pulse-auto: measure context parallelism too, and search --context-parallel-size "
+        "(default: 1 unless given)",
+        False,
+    )
     fully_sharded: FsdpChoice = flags_of(FsdpChoice)
     placement: str | None = flag(
         "; ".join(f"{kind}: {kind.help}" for kind in PLACEMENTS.values())

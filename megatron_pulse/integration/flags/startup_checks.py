@@ -14,7 +14,7 @@ import torch
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, flag_faults, flag_name
 from megatron_pulse.errors import faults_in, format_faults
 from megatron_pulse.files import unwritable
-from megatron_pulse.integration.flags.context_flags import context_faults
+from megatron_pulse.integration.flags.context_flags import context_faults, excluded_faults
 from megatron_pulse.integration.flags.flag_constraints import check_constraints
 from megatron_pulse.integration.flags.fsdp_flags import fsdp_faults
 from megatron_pulse.integration.flags.parse import CommandLine
@@ -238,10 +238,7 @@ def _check_token_slices(args: argparse.Namespace, options: PulseOptions) -> Iter
             "draws a mask for whole sequences in hand-written layers: give 0",
         ),
     }
-    for flag, (is_given, why) in excluded.items():
-        if is_given:
-            slices = f"--pulse-token-slices {options.token_slices}"
-            yield f"{flag} cannot be used with {slices}: it {why}"
+    yield from excluded_faults(excluded, f"--pulse-token-slices {options.token_slices}")
 
 
 def _check_plan_files(options: PulseOptions) -> Iterator[str]:

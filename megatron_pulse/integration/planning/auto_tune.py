@@ -69,15 +69,22 @@ def auto_plan(line: CommandLine, options: PulseOptions) -> PlanFile:
     path = Path(args.save or ".") / "plan.json"
     if (plan := broadcast_from_rank_0(partial(_kept, path, args, options))) is not None:
         return plan
-    probed = _cluster(args)
+    probed = _cluster(args, options)
     cluster = broadcast_from_rank_0(lambda: _limited(probed, options))
-    if cluster.mixed and args.context_parallel_size > 1:
+    if cluster.mixed and (flag := _context_flag(args, options)):
         raise ValueError(
-            f"--context-parallel-size {args.context_parallel_size}: with --pulse-auto, ranks that "
-            "share tokens must be alike, and this job's devices differ. Leave it out"
+            f"{flag}: with --pulse-auto, ranks that share tokens must be alike, and this job's "
+            "devices differ. Leave it out"
         )
     profile = _profile_of_kinds(line, options, cluster) if cluster.mixed else None
     return broadcast_from_rank_0(partial(_tune, line, options, cluster, profile, path))
+
+
+def _context_flag(args: argparse.Namespace, options: PulseOptions) -> str:
+    """Flag by which ranks share tokens, or may; empty without one."""
+    if args.context_parallel_size > 1:
+        return f"--context-parallel-size {args.context_parallel_size}"
+    return "--pulse-auto-context" * options.auto_context
 
 
 def _kept(path: Path, args: argparse.Namespace, options: PulseOptions) -> PlanFile | None:
@@ -117,11 +124,12 @@ def _decided(loop: LoopEncoders | None) -> list[str]:
     return [] if loop is None else [n for n, p in loop.policies.items() if p != Policy.BEFORE_STEP]
 
 
-def _cluster(args: argparse.Namespace) -> Cluster | None:
+def _cluster(args: argparse.Namespace, options: PulseOptions) -> Cluster | None:
     """Cluster measured from the ranks' links and devices, on rank 0 (collective)."""
     device = compute_device()
     timeout_s = timedelta(minutes=args.distributed_timeout_minutes).total_seconds()
-    settings = ProbeSettings("this job", device, timeout_s=timeout_s)
+    shared = bool(_context_flag(args, options))
+    settings = ProbeSettings("this job", device, timeout_s=timeout_s, all_to_alls=shared)
     if dist.get_world_size() > 1:
         probed = probe(settings)
         return None if probed is None else probed.cluster
@@ -194,7 +202,7 @@ def _tune(
     if isinstance(profile, ValueError):
         raise profile
     dpo = options.training_loss.is_preference
-    backbone, choices = _backbone(line, options), _choices(line, pairs=dpo)
+    backbone, choices = _backbone(line, options), _choices(line, options, pairs=dpo)
     with _refusing(backbone):
         check_choices(cluster, args.global_batch_size, choices)
     print(f"measuring {backbone.name} and tuning for {cluster.num_devices} ranks", flush=True)
@@ -252,7 +260,7 @@ def _filled(plan: PlanFile, options: PulseOptions, backbone: Backbone) -> PlanFi
     return recomputed(found.plan)
 
 
-def _choices(line: CommandLine, pairs: bool) -> Choices:
+def _choices(line: CommandLine, options: PulseOptions, pairs: bool) -> Choices:
     """Search space without the dimensions that flags fix; raises ValueError."""
     if line.args.recompute_granularity == "selective":
         raise ValueError(
@@ -282,7 +290,7 @@ def _choices(line: CommandLine, pairs: bool) -> Choices:
         else (False,),
         pairs=pairs,
         fsdp=not excluding(args),
-        context=context or (1,),
+        context=None if options.auto_context else context or (1,),
     )
 
 
@@ -306,7 +314,7 @@ def _measure(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
             once_per_kind=True,
             running=RUNNING,
             transformer_impl=args.transformer_impl,
-            token_slices=slices if context == 1 else (),
+            token_slices=slices,
             context=context,
         )
 
@@ -315,8 +323,8 @@ def _measure(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
             backbone, options.options, sizes[-1], device, dtype, None, args.transformer_impl
         )
         profile = of_layers(chosen, sizes)
-        if args.context_parallel_size > 1:
-            with naming(f"--context-parallel-size {args.context_parallel_size}"):
+        if flag := _context_flag(args, options):
+            with naming(flag):
                 profile = with_context_costs(
                     profile, chosen, lambda part, size: of_layers(part, sizes[-1:], size)
                 )
@@ -334,8 +342,8 @@ def _measure(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
         return measured(sizes[:1])
 
     given = sorted(options.options.items())
-    settings = dtype, sizes, args.transformer_impl, given, backbone.shares, slices
-    settings += ("context",) * (args.context_parallel_size > 1)
+    shared = ["context"] if _context_flag(args, options) else []
+    settings = dtype, sizes, args.transformer_impl, given, backbone.shares, slices, *shared
     profile, kept = cached_profile(backbone, torch.device(device), settings, of_fitting_sizes)
     if kept is not None:
         print(f"profile: {kept}, of an earlier start; remove it to measure again", flush=True)

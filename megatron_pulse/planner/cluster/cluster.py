@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib import resources
@@ -29,6 +29,7 @@ from megatron_pulse.errors import UserError, format_faults, unknown_name
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_yaml, write_with_checksum
 from megatron_pulse.json_validation import Count, OneOf, Some, Text, faults_of
+from megatron_pulse.planner.cluster.all_to_alls import AllToAllTimes, all_to_all_faults
 from megatron_pulse.planner.cluster.device_kinds import (
     DeviceFigures,
     DeviceKind,
@@ -131,6 +132,7 @@ class _Common(TypedDict):
     operation_us: NotRequired[
         Annotated[_Microseconds, "microseconds that the runtime adds to an operation"]
     ]
+    all_to_alls: NotRequired[tuple[AllToAllTimes, ...]]
 
 
 class _File(_Common):
@@ -162,6 +164,8 @@ class Cluster:
     first ``SMALL_BYTES`` of a collective are ``small_collectives`` times as fast, apart from
     latency. Tensor-parallel reductions are that small, gradients are not.
 
+    ``all_to_alls`` are measured times of all-to-alls inside a node, which replace those by links.
+
     ``host`` is the link from a device to pinned memory of its node, if usable. ``host_memory_gbs``
     is the memory bandwidth of Adam on the CPU, for all devices of a node at once.
 
@@ -190,6 +194,7 @@ class Cluster:
     host_memory_gbs: float | None = None
     device_kinds: tuple[DeviceKind, ...] = ()
     order: tuple[int, ...] = ()
+    all_to_alls: tuple[AllToAllTimes, ...] = ()
 
     def __post_init__(self) -> None:
         faults = [] if self._plain else list(self._kind_faults())
@@ -390,11 +395,14 @@ class Cluster:
         ``num_bytes`` are what one rank has for all, itself included. Messages to all ranks leave at
         once, over the links inside a node and, beside them, over those between nodes.
         ``concurrent`` such groups run at once. No arithmetic delays the messages: the efficiency is
-        that of all-gathers.
+        that of all-gathers. In a node, times in ``all_to_alls`` for as many ranks replace links.
         """
         self._check_group(ranks, concurrent)
-        num_bytes, seconds = self._as_large(num_bytes), 0.0
         inside = max(Counter(map(self.node_of, ranks)).values())
+        for measured in self.all_to_alls:
+            if measured.ranks == len(ranks) == inside:
+                return measured.time_s(num_bytes)
+        num_bytes, seconds = self._as_large(num_bytes), 0.0
         for link, others in (
             (self.intra_node, inside - 1),
             (self.inter_node, len(ranks) - inside),
@@ -496,7 +504,13 @@ def to_record(cluster: Cluster) -> dict[str, Any]:
             name: {**vars(link), "shared": str(link.shared)} for name, link in links.items() if link
         },
         **{name: getattr(cluster, name) for name in _MEASURED},
+        "all_to_alls": [
+            {**vars(each), "num_bytes": [*each.num_bytes], "seconds": [*each.seconds]}
+            for each in cluster.all_to_alls
+        ],
     }
+    if not cluster.all_to_alls:
+        del record["all_to_alls"]
     for name in ("usable_memory", *_MEASURED):
         if record[name] == Cluster.__dataclass_fields__[name].default:
             del record[name]
@@ -518,6 +532,7 @@ def from_record(record: Any, where: str = "the cluster") -> Cluster:
     rest = {name: value for name, value in record.items() if name != "links"}
     rest |= {name: links.get(name) for name in ("inter_node", "host")}
     rest["intra_node"] = links["intra_node"]
+    rest["all_to_alls"] = _all_to_alls(record)
     if "kinds" not in record:
         if isinstance(rest["device"], dict):
             rest["device"] = DeviceFigures(**rest["device"])
@@ -527,6 +542,13 @@ def from_record(record: Any, where: str = "the cluster") -> Cluster:
     rest |= {"device": kinds[0].device, "usable_memory": kinds[0].usable_memory}
     del rest["kinds"]
     return Cluster(**rest).of_kinds(kinds)
+
+
+def _all_to_alls(record: Mapping[str, Any]) -> tuple[AllToAllTimes, ...]:
+    return tuple(
+        AllToAllTimes(each["ranks"], tuple(each["num_bytes"]), tuple(each["seconds"]))
+        for each in record.get("all_to_alls", ())
+    )
 
 
 def _file_faults(content: Any) -> list[str]:
@@ -548,6 +570,8 @@ def _file_faults(content: Any) -> list[str]:
     if isinstance(content, dict) and isinstance(content.get("links"), dict):
         if nodes is not None and nodes > 1 and "inter_node" not in content["links"]:
             faults.append(f"links.inter_node is missing; {nodes} nodes require it")
+    if not faults:
+        faults += all_to_all_faults(_all_to_alls(content))
     if not faults and nodes is not None and nodes * content["devices_per_node"] > MOST_DEVICES:
         faults.append(
             f"{nodes} nodes of {content['devices_per_node']} are more than the "

@@ -88,9 +88,8 @@ def context_faults(record: Mapping[str, Any], profile: Profile) -> Iterator[str]
         return
     if profile.context is None:
         yield f"context is {size}, but profile has no costs of context parallelism"
-    elif not profile.context.divides(size * tensor):
-        heads = ", ".join(map(str, profile.context.heads))
-        yield f"context {size} x tensor {tensor} does not divide the {heads} heads of profile"
+    elif said := profile.context.refusal(size, tensor):
+        yield f"context {size}, tensor {tensor}: {said}"
     if record["rank_order"] != "tp-dp-pp":
         yield f"context is {size}, which needs rank_order tp-dp-pp, not {record['rank_order']}"
     if profile.kinds:

@@ -93,17 +93,20 @@ def backward_sums(
 
 
 def context_exchanges(
-    layer: LayerContextCosts, samples: int, size: int
+    layer: LayerContextCosts, samples: int, size: int, *, ring: bool, backward: bool
 ) -> Iterator[CollectiveCall]:
-    """All-to-alls of a layer's forward, or of its backward, on one microbatch of ``samples``.
+    """All-to-alls of a layer's forward or ``backward`` on one microbatch of ``samples``.
 
     Of ``size`` context-parallel ranks, each has its part of an attention's tensors, which take two
-    exchanges. Of a gathered value it sends its part to each rank.
+    exchanges. In a ``ring`` each passes its keys and values on, size - 1 times, and in a backward
+    their gradients too: all-to-alls in which as many bytes leave a rank, all to the next one. Of a
+    gathered value a rank sends its part to each rank.
     """
-    for num_bytes, calls in (
-        (layer.all_to_all_bytes / size, 2 * layer.num_attentions),
-        (layer.gathered_bytes, layer.num_gathers),
-    ):
+    attended = layer.all_to_all_bytes / size, 2 * layer.num_attentions
+    if ring:
+        shifts = (1 + backward) * (size - 1)
+        attended = shifts * layer.ring_bytes / (size - 1), shifts * layer.num_attentions
+    for num_bytes, calls in (attended, (layer.gathered_bytes, layer.num_gathers)):
         for _ in range(calls):
             yield CollectiveCall(CollectiveKind.ALL_TO_ALL, samples * num_bytes / calls)
 

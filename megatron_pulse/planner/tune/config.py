@@ -114,8 +114,8 @@ class Choices:
 
     One replica has no optimizer state to divide, so it takes the first of
     ``distributed_optimizer``. With ``pairs``, microbatches have even sizes. ``fsdp`` allows FSDP
-    beside pipelines. ``context`` None stands for 1, and for the powers of two that divide the heads
-    if the profile has costs of context parallelism.
+    beside pipelines. ``context`` None stands for all degrees that divide a node and that the
+    profile's costs of context parallelism allow.
     """
 
     layouts: tuple[Layout, ...] = tuple(LAYOUTS.values())

@@ -16,7 +16,7 @@ from megatron_pulse.profile.profile import Profile, ProfileError
 
 _SECONDS = (
     *("forward_s", "input_grad_s", "weight_grad_s", "selective_s"),
-    *("split_forward_s", "split_input_grad_s", "split_weight_grad_s"),
+    *("split_forward_s", "split_input_grad_s", "split_weight_grad_s", "unrepeated_s"),
 )
 _SAVED = "saved_bytes", "recompute_bytes", "wgrad_bytes", "selective_bytes"
 _PEAKS = "peak_bytes", "forward_bytes", "selective_peak_bytes"
@@ -35,14 +35,21 @@ def context_costs(profile: Profile) -> ContextCosts:
     return profile.context
 
 
-def exchanging_s(cluster: Cluster, size: int, layer: LayerContextCosts, samples: int) -> float:
-    """Seconds of a layer's exchanges in a forward or backward of a microbatch of ``samples``.
+def exchanging_s(
+    cluster: Cluster, size: int, ring: bool, layer: LayerContextCosts, samples: int
+) -> tuple[float, float]:
+    """Seconds of a layer's exchanges in a forward and in a backward of a microbatch of
+    ``samples``; ``ring`` says whether its attentions are rings.
 
     All groups of ``size`` ranks of a node exchange at once.
     """
     groups = max(1, min(cluster.num_devices, cluster.devices_per_node) // size)
-    calls = context_exchanges(layer, samples, size)
-    return sum(collective_s(cluster, call, range(size), groups) for call in calls)
+
+    def pass_s(backward: bool) -> float:
+        calls = context_exchanges(layer, samples, size, ring=ring, backward=backward)
+        return sum(collective_s(cluster, call, range(size), groups) for call in calls)
+
+    return pass_s(False), pass_s(True)
 
 
 def sent_bytes(
@@ -52,28 +59,31 @@ def sent_bytes(
     activations: ActivationPolicies,
     first_pass: float = 0.0,
 ) -> tuple[float, float]:
-    """Bytes that ``size`` ranks send together for a sample of a step: by all-to-alls, and for
+    """Bytes that ``size`` ranks send together for a sample of a step: for attentions, and for
     gathers.
 
     ``tensor`` ranks divide the heads, and each gathers all. ``first_pass`` is the share of steps
     with all forwards once more.
     """
-    by_all_to_all = by_gather = 0.0
+    by_attention = by_gather = 0.0
+    costs = context_costs(profile)
+    ring = costs.is_ring(size)
     for passes, layer in zip(
-        passes_of(profile, activations, first_pass), context_costs(profile).layers, strict=True
+        passes_of(profile, activations, first_pass), costs.layers, strict=True
     ):
-        exchanged, gathered = layer.sent_bytes(size)
-        by_all_to_all += passes * exchanged
-        by_gather += passes * gathered
-    return by_all_to_all, tensor * by_gather
+        for count, backward in zip(passes, (False, True), strict=True):
+            attended, gathered = layer.sent_bytes(size, ring=ring, backward=backward)
+            by_attention += count * attended
+            by_gather += count * gathered
+    return by_attention, tensor * by_gather
 
 
 def passes_of(
     profile: Profile, activations: ActivationPolicies, first_pass: float
-) -> Iterator[float]:
-    """Mean number of passes of each layer in a step, in each of which ranks exchange as much."""
+) -> Iterator[tuple[float, float]]:
+    """Mean numbers of forwards (recomputation among them) and backwards of each layer in a step."""
     for i, has_backward in enumerate(profile.has_backward):
-        yield 1 + first_pass + has_backward * (1 + (i in activations.recompute))
+        yield 1 + first_pass + has_backward * (i in activations.recompute), float(has_backward)
 
 
 def of_context_rank(profile: Profile, cluster: Cluster, size: int) -> Profile:
@@ -85,7 +95,7 @@ def of_context_rank(profile: Profile, cluster: Cluster, size: int) -> Profile:
     if size == 1:
         return profile
     costs = context_costs(profile)
-    exchange_s = cache(partial(exchanging_s, cluster, size))
+    exchange_s = cache(partial(exchanging_s, cluster, size, costs.is_ring(size)))
 
     def of_rank(
         row: LayerTimes,
@@ -94,8 +104,8 @@ def of_context_rank(profile: Profile, cluster: Cluster, size: int) -> Profile:
         samples: int,
         has_backward: bool,
     ) -> LayerTimes:
-        sent_s = exchange_s(layer, samples)
-        more = {"forward_s": sent_s, "input_grad_s": has_backward * sent_s}
+        forward_s, backward_s = exchange_s(layer, samples)
+        more = {"forward_s": forward_s, "input_grad_s": has_backward * backward_s}
         if any((row.split_forward_s, row.split_input_grad_s, row.split_weight_grad_s)):
             more |= {f"split_{name}": seconds for name, seconds in more.items()}
         values: dict[str, float] = {
@@ -135,6 +145,7 @@ def of_context_rank(profile: Profile, cluster: Cluster, size: int) -> Profile:
         ),
         shapes=(),
         context=None,
+        sliced_context={},
     )
 
 

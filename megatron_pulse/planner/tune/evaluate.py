@@ -430,13 +430,15 @@ class Evaluator:
         the device that sends longest spends on it."""
         if config.context == 1:
             return 0.0, 0.0
-        activations, layers = stages.activations, context_costs(self.profile).layers
+        activations, costs = stages.activations, context_costs(self.profile)
         passes_of_layers = passes_of(self.profile, activations, self.first_pass)
+        of = self.cluster, config.context, costs.is_ring(config.context)
         seconds = [0.0] * config.pipeline
-        for i, (layer, passes) in enumerate(zip(layers, passes_of_layers, strict=True)):
+        for i, (layer, passes) in enumerate(zip(costs.layers, passes_of_layers, strict=True)):
             of_heads = replace(layer, all_to_all_bytes=layer.all_to_all_bytes // config.tensor)
-            each_s = exchanging_s(self.cluster, config.context, of_heads, config.micro_batch_size)
-            seconds[stages.partition.device_of_layer(i)] += passes * each_s
+            each_s = exchanging_s(*of, of_heads, config.micro_batch_size)
+            spent_s = sum(count * pass_s for count, pass_s in zip(passes, each_s, strict=True))
+            seconds[stages.partition.device_of_layer(i)] += spent_s
         degrees = config.context, config.tensor
         sent = sum(sent_bytes(self.profile, *degrees, activations, self.first_pass))
         return sent, self.costs.num_microbatches(config) * max(seconds)

@@ -31,7 +31,7 @@ from megatron_pulse.planner.tune.collectives import (
     recomputed_sums,
 )
 from megatron_pulse.planner.tune.composed_costs import composed, of_any
-from megatron_pulse.planner.tune.config import Config, Recompute
+from megatron_pulse.planner.tune.config import Config, Recompute, divisors
 from megatron_pulse.planner.tune.context_rank import context_costs, of_context_rank
 from megatron_pulse.planner.tune.device_orders import device_orders, most_orders
 from megatron_pulse.planner.tune.memory.workspace import Workspace
@@ -161,12 +161,12 @@ class LayerCosts:
         return self._profile_of(context, micro_batch_size).times_at(micro_batch_size)
 
     def context_degrees(self) -> tuple[int, ...]:
-        """1, and the powers of two that a search may take as context degrees."""
-        costs = self._given.context
+        """Context degrees that a search may take: 1, and the numbers of ranks that divide a node
+        and can share the tokens."""
+        costs, node = self._given.context, self.cluster.devices_per_node
         if costs is None or self.cluster.mixed:
             return (1,)
-        most = self.cluster.devices_per_node.bit_length()
-        return tuple(2**k for k in range(most) if costs.divides(2**k))
+        return tuple(size for size in divisors(node) if not costs.refusal(size))
 
     def ranks(self, config: Config) -> RankOrder:
         """Rank order and links of the config."""
@@ -377,9 +377,8 @@ class LayerCosts:
         """Reason why these degrees are impossible together; "" if they are possible."""
         if context > 1 and self.cluster.mixed:
             return f"K = {context}: ranks that share tokens are on unlike devices"
-        if context > 1 and not (costs := context_costs(self._given)).divides(tensor * context):
-            together = f"T x K = {tensor} x {context}" if tensor > 1 else f"K = {context}"
-            return f"{together} does not divide {', '.join(map(str, costs.heads))} heads"
+        if context > 1 and (said := context_costs(self._given).refusal(context, tensor)):
+            return said
         sharded = [layer.sharded_parameters for layer in self.profile.layers]
         if tensor > 1 and (not any(sharded) or any(n % tensor for n in sharded)):
             return f"T = {tensor} does not divide the parameters of every layer"

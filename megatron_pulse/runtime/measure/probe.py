@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from megatron_pulse.planner.cluster.all_to_alls import AllToAllTimes
 from megatron_pulse.planner.cluster.cluster import (
     HOST_ADAM_BYTES,
     SMALL_BYTES,
@@ -27,6 +29,7 @@ from megatron_pulse.planner.cluster.cluster import (
     ClusterLink,
 )
 from megatron_pulse.planner.cluster.device_kinds import DeviceFigures, DeviceKind
+from megatron_pulse.planner.tune.config import divisors
 from megatron_pulse.profile.measurement.machine import (
     device_memory,
     measured_device,
@@ -52,6 +55,11 @@ _BLOCKS, _TURNS, _TURN = 9, 10, 384
 
 A block takes some milliseconds on a CPU core.
 """
+_EXCHANGE_BLOCKS, _EXCHANGE_TURNS = 5, 4
+"""The same of all-to-alls; there are half as many turns beyond ``SMALL_BYTES``."""
+_EXCHANGED, _MORE_ON_GPUS = (4096, 2**16, 2**20, 2**23, 2**25, 2**28), 8
+"""Sizes of all-to-alls in bytes, and how much larger than other messages they may be on GPUs,
+where layers of long sequences send hundreds of megabytes."""
 _MOST_TIMES = 8.0
 """Limit on the ratio between speeds of small and large collectives."""
 _COLLECTIVES = {
@@ -63,13 +71,17 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """Maximum message size, this rank's device, and the time limit of every wait."""
+    """Maximum message size, this rank's device, and the time limit of every wait.
+
+    Without ``all_to_alls``, which context parallelism alone uses, those are not measured.
+    """
 
     name: str
     device: torch.device
     max_bytes: int = 32 * 2**20
     timeout_s: float = 60.0
     planned_device: str | None = None
+    all_to_alls: bool = True
 
 
 @dataclass(frozen=True)
@@ -183,6 +195,8 @@ class _Prober:
             all_gather_efficiency=reached["all_gather"],
         )
         cluster = replace(cluster, small_collectives=self._small_collectives(cluster))
+        progress("all-to-alls")
+        cluster = replace(cluster, all_to_alls=self._all_to_alls(each))
         progress("operations")
         cluster = replace(
             cluster,
@@ -288,31 +302,70 @@ class _Prober:
         return rounded(min(_MOST_TIMES, max(1 / _MOST_TIMES, times)))
 
     def _added_reduce_s(self, num_bytes: int) -> float:
-        """Seconds that an all-reduce adds to a turn of computation; median over blocks."""
+        """Seconds that an all-reduce of two ranks adds to a turn of computation."""
         group = dist.new_group([0, 1], timeout=timedelta(seconds=self.settings.timeout_s))
-        added = []
+        own = 0.0
         if self.rank in (0, 1):
-            device = self.settings.device
-            factor, small = torch.ones(_TURN, _TURN, device=device), torch.ones(num_bytes // 4)
-            small = small.to(device)
-
-            def turns(reduce: bool) -> float:
-                dist.barrier(group)
-                self.meter.finish()
-                begin = time.perf_counter()
-                for _ in range(_TURNS):
-                    factor @ factor
-                    if reduce:
-                        dist.all_reduce(small, group=group)
-                self.meter.finish()
-                return (time.perf_counter() - begin) / _TURNS
-
-            for _ in range(_WARM_UP + _BLOCKS):
-                alone, both = turns(False), turns(True)
-                added.append(max(0.0, both - alone))
+            small = torch.ones(num_bytes // 4).to(self.settings.device)
+            own = self._added_s(group, lambda: dist.all_reduce(small, group=group), _BLOCKS, _TURNS)
             dist.destroy_process_group(group)
-        own = statistics.median(added[_WARM_UP:]) if added else 0.0
         return float(max(gather_objects(own)))
+
+    def _added_s(
+        self, group: dist.ProcessGroup, call: Callable[[], object], blocks: int, turns: int
+    ) -> float:
+        """Seconds that ``call``, a collective of ``group``, adds to a turn of computation; median
+        over ``blocks`` of ``turns``."""
+        factor = torch.ones(_TURN, _TURN, device=self.settings.device)
+
+        def turn_s(calls: bool) -> float:
+            dist.barrier(group)
+            self.meter.finish()
+            begin = time.perf_counter()
+            for _ in range(turns):
+                factor @ factor
+                if calls:
+                    call()
+            self.meter.finish()
+            return (time.perf_counter() - begin) / turns
+
+        added = []
+        for _ in range(_WARM_UP + blocks):
+            alone, both = turn_s(False), turn_s(True)
+            added.append(max(0.0, both - alone))
+        return statistics.median(added[_WARM_UP:])
+
+    def _all_to_alls(self, each: int) -> tuple[AllToAllTimes, ...]:
+        """Times of all-to-alls of the groups that context parallelism may form in a node of
+        ``each`` ranks."""
+        if not self.settings.all_to_alls:
+            return ()
+        return tuple(self._all_to_all(size) for size in divisors(each) if size > 1)
+
+    def _all_to_all(self, size: int) -> AllToAllTimes:
+        """Times of all-to-alls between computations, in all groups of ``size`` neighbours at once;
+        the slowest rank counts."""
+        groups = [
+            dist.new_group(
+                list(range(first, first + size)),
+                timeout=timedelta(seconds=self.settings.timeout_s),
+            )
+            for first in range(0, self.world, size)
+        ]
+        own = groups[self.rank // size]
+        most = self.settings.max_bytes * (_MORE_ON_GPUS if self.cuda else 1)
+        most = max(most, _EXCHANGED[1])
+        num_bytes = [count for count in _EXCHANGED if count <= most]
+        seconds: list[float] = []
+        for count in num_bytes:
+            call = partial(_exchange, count // 4 // size, size, own, self.settings.device)
+            turns = _EXCHANGE_TURNS // (1 if count <= SMALL_BYTES else 2)
+            found_s = self._added_s(own, call, _EXCHANGE_BLOCKS, turns)
+            slowest_s = float(max(gather_objects(found_s)))
+            # A larger one that took less was less disturbed: the line rises at every size.
+            seconds.append(rounded(max(slowest_s, 1e-9, *seconds[-1:])))
+        dist.destroy_process_group(own)
+        return AllToAllTimes(size, tuple(num_bytes), tuple(seconds))
 
     def _operation_s(self) -> float:
         """Overhead in seconds of an operation with an empty layer; the slowest rank counts.
@@ -373,6 +426,14 @@ class _Prober:
         product_s = self.meter.fastest(lambda: left @ left)
         copy_s = self.meter.fastest(lambda: target.copy_(source))
         return 2 * size**3 / product_s / 1e12, 2 * 4 * len(source) / copy_s / 1e9
+
+
+def _exchange(num_elements: int, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """All-to-all of ``num_elements`` in fp32 for each of ``size`` ranks, into new memory as in a
+    run."""
+    rows = torch.empty(size * num_elements, device=device)
+    counts = [num_elements] * size
+    dist.all_to_all_single(torch.empty_like(rows), rows, counts, counts, group=group)
 
 
 def _network_namespace() -> int:

@@ -116,7 +116,7 @@ class LayerTraffic:
     - ``all_to_all``: bytes of the others' queries, keys, values and results; ``ring``: of the keys
       and values of ring attention; ``gathered``: of gathered values. All are over all ranks.
     - ``gathers``: operations for which values are gathered, with the reasons.
-    - ``heads``: numbers of heads that all-to-alls divide.
+    - ``heads``: numbers of heads of attentions over divided keys.
     """
 
     layer: str
@@ -181,7 +181,7 @@ def traffic_of(
                 ring,
                 num_gathered,
                 tuple(f"{each.operation}: {each.reason}" for each in gathered),
-                tuple(sorted({heads for each in of_heads for heads in each.heads})),
+                tuple(sorted({heads for each in (*of_heads, *of_ring) for heads in each.heads})),
             )
         )
     return found

@@ -33,7 +33,9 @@ class DividedGraph:
 
     The process group is its last input if it ``has_group``. ``collectives`` are in order.
     ``dependent`` says of each result if it depends on divided tokens. ``nodes`` has the value of
-    every node of the whole graph, in order, with its division.
+    every node of the whole graph, in order, with its division. ``own_nodes`` has the same of the
+    nodes of ``graph``: the rank's share, and the numbers of its own tokens. It is OF_DATA for
+    parts of a communication.
     """
 
     graph: fx.Graph
@@ -42,6 +44,7 @@ class DividedGraph:
     collectives: tuple[Collective, ...]
     has_group: bool
     nodes: tuple[tuple[Any, Divided], ...]
+    own_nodes: tuple[tuple[Any, Divided], ...]
 
 
 class GraphDivider(GraphBuilder):
@@ -93,7 +96,50 @@ class GraphDivider(GraphBuilder):
         dependent = tuple(node in self._dependent for node in results)
         collectives = tuple(self.collectives)
         nodes = tuple((self.values.get(n), self.divisions.get(n)) for n in self._old.nodes)
-        return DividedGraph(self.new, tuple(divisions), dependent, collectives, has_group, nodes)
+        return DividedGraph(
+            self.new,
+            tuple(divisions),
+            dependent,
+            collectives,
+            has_group,
+            nodes,
+            tuple(self._own_nodes()),
+        )
+
+    def _own_nodes(self) -> Iterator[tuple[Any, Divided]]:
+        """Value and division of every node of the new graph; see ``DividedGraph``."""
+        old_of = {self._gathered[old]: (old, False) for old in self._gathered}
+        old_of |= {new: (old, True) for old, new in self.env.items()}
+        values: dict[fx.Node, Any] = {}
+        for node in self.new.nodes:
+            division: Divided = None
+            if node in old_of:
+                old, is_share = old_of[node]
+                division = self.divisions.get(old) if is_share else None
+                values[node] = self._own_value(self.values.get(old), division)
+            else:
+                values[node] = _result(node, values)
+            if isinstance(division, tuple):
+                division = tuple(map(self._own, division))
+            elif division is not None:
+                division = self._own(division)
+            yield values[node], division
+
+    def _own(self, division: Division) -> Division:
+        """Division whose segments are the rank's tokens."""
+        return Division(division.dim, self.own_segments(division))
+
+    def _own_value(self, value: Any, division: Divided) -> Any:
+        """The rank's share of a whole value, on the meta device."""
+        if isinstance(value, list | tuple):
+            parts = division if isinstance(division, tuple) else (None,) * len(value)
+            return [self._own_value(*of) for of in zip(value, parts, strict=True)]
+        if not isinstance(value, torch.Tensor):
+            return value
+        shape = tuple(value.shape)
+        if isinstance(division, Division):
+            shape = division.own_shape(shape, self.rank, self.size)
+        return torch.empty(shape, dtype=value.dtype, device="meta")
 
     def first_collective(self) -> Collective | None:
         """The first communication before the results; None if there is none."""
@@ -179,3 +225,13 @@ class GraphDivider(GraphBuilder):
             if reader is not None:
                 self.note("gather", self.bytes_of(node), node, "it is the chain's result")
         return self._gathered[node]
+
+
+def _result(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Value of an operation of torch on known ``values``; OF_DATA if they are not known."""
+    given = [values[each] for each in node.all_input_nodes]
+    known = all(isinstance(value, torch.Tensor) for value in given)
+    if not known or not isinstance(node.target, torch._ops.OpOverload):
+        return OF_DATA
+    args = fx.map_arg(node.args, values.__getitem__)
+    return node.target(*args, **fx.map_arg(node.kwargs, values.__getitem__))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class Collective:
     - ``num_bytes``: bytes of the tensors that it exchanges, over all ranks.
     - ``operation``, ``place``: for what, with its source line; ``reason``: why it is gathered.
     - ``refused``: nothing can be gathered there (the operation writes in place).
-    - ``heads``: numbers of heads that an all-to-all divides.
+    - ``heads``: numbers of heads of an attention over divided keys.
     """
 
     kind: str
@@ -164,10 +164,12 @@ class GraphBuilder:
 
     def exchanged(self, node: fx.Node) -> None:
         """Note the all-to-alls of an attention: of queries, keys, values and its result."""
-        given = [*node.args[:3], node]
-        heads = tuple(self.values[each].shape[1] for each in given[:2])
-        self.note("all-to-all", sum(self.bytes_of(each) for each in given), node, heads=heads)
+        self._attended("all-to-all", [*node.args[:3], node], node)
 
     def visited(self, node: fx.Node) -> None:
         """Note the ring of an attention, in which keys and values visit every rank."""
-        self.note("ring", sum(self.bytes_of(each) for each in node.args[1:3]), node)
+        self._attended("ring", node.args[1:3], node)
+
+    def _attended(self, kind: str, sent: Sequence[Any], node: fx.Node) -> None:
+        heads = tuple(self.values[each].shape[1] for each in node.args[:2])
+        self.note(kind, sum(map(self.bytes_of, sent)), node, heads=heads)

@@ -191,13 +191,14 @@ class _Block:
             self._key, self._value = (
                 part.repeat_interleave(self._repeats, 1) for part in (visit.key, visit.value)
             )
-        self._flash = (
+        on_gpu = (
             query.is_cuda
             and query.dtype in (torch.float16, torch.bfloat16)
             and self._mask is None
             and query.shape[-1] == visit.value.shape[-1] in _FLASH_WIDTHS
-            and min(query.shape[2], visit.key.shape[2]) > 0
         )
+        # On the meta device a GPU's kernels are counted.
+        self._flash = (on_gpu or query.is_meta) and min(query.shape[2], visit.key.shape[2]) > 0
 
     def forward(self) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
         """Result ``[b, heads, own tokens, d]``, its log-sum-exp ``[b, heads, own tokens, 1]``, and

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.cli.main import main
+from megatron_pulse.planner.cluster.all_to_alls import AllToAllTimes
 from megatron_pulse.planner.cluster.rank_order import RankOrder
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
 from megatron_pulse.planner.plan_file.elastic import plan_for_world
@@ -74,6 +75,39 @@ def test_a_rank_takes_its_share_and_the_exchanges() -> None:
     kept = of_rank.at(2, ActivationPolicies())
     more = [a - b for a, b in zip(again.backward_s, kept.backward_s, strict=True)]
     assert more == pytest.approx(kept.forward_s)  # with its exchanges
+
+
+def test_ranks_whose_heads_do_not_divide_pass_keys_and_values_round() -> None:
+    """8 heads over 3 ranks of a node of 6; backward sends gradients too."""
+    ringed = replace(LAYER, ring_bytes=3_000_000)
+    machine, chain = cluster(1, 6), of_tokens(CHAIN, ringed)
+    assert Evaluator(chain, machine, 6).costs.context_degrees() == (1, 2, 3, 6)
+    assert Evaluator(CHAIN, machine, 6).costs.context_degrees() == (1, 2)
+    part, whole = of_context_rank(chain, machine, 3).times_at(1)[0], chain.times_at(1)[0]
+    gathers_s = 2 * (5e-6 + 3e5 * 2 / 3 / 50e9)
+    shift_s = 5e-6 + 3e6 / 3 / 50e9
+    for name, shifts in (("forward_s", 2), ("input_grad_s", 4)):
+        expected = getattr(whole, name) * (0.1 + 0.9 / 3) + gathers_s + shifts * shift_s
+        assert getattr(part, name) == pytest.approx(expected)
+    evaluator = Evaluator(chain, machine, 6)
+    found = evaluator.evaluate(Config(1, 2, 1, 1, WHOLE, recompute=Recompute.ALWAYS, context=3))
+    ring, gathered = (2 + 2) * 2 * 3e6, 3 * 2 * 6e5
+    assert found.figures()["context_bytes_per_sample"] == pytest.approx(8 * (ring + gathered))
+    with pytest.raises(UnfitError, match="combine ring attention with no tensor parallelism"):
+        evaluator.refuse(Config(1, 1, 2, 1, WHOLE, context=3))
+    with pytest.raises(UnfitError, match="no costs of ring attention"):
+        Evaluator(CHAIN, machine, 6).refuse(Config(1, 2, 1, 1, WHOLE, context=3))
+
+
+def test_measured_all_to_alls_replace_links() -> None:
+    """Of as many ranks; between two sizes the time is on a line."""
+    measured = AllToAllTimes(4, (10**6, 3 * 10**6), (1e-3, 2e-3))
+    machine = replace(cluster(1, 8), all_to_alls=(measured,))
+    calls = [1e-3 + 1e-3 * (2e6 - 1e6) / 2e6] * 2 + [1e-3] * 2  # of 2 MB and of 0.6 MB
+    exchanged, by_links = (of_context_rank(CHAIN.only(2), machine, k) for k in (4, 2))
+    whole, mine = CHAIN.times_at(2)[0], exchanged.times_at(2)[0]
+    assert mine.forward_s == pytest.approx(whole.forward_s * (0.1 + 0.9 / 4) + sum(calls))
+    assert by_links == of_context_rank(CHAIN.only(2), cluster(1, 8), 2)
 
 
 def test_inputs_passed_on_are_a_ranks_share_of_the_boundary() -> None:
@@ -249,9 +283,21 @@ def test_profile_file_with_and_without_the_costs(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     save_profile(CHAIN, file)
     assert load_profile(file) == CHAIN
+    sliced = replace(CHAIN, sliced={4: CHAIN.times}, sliced_context={4: CHAIN.context})
+    save_profile(sliced, file)
+    assert load_profile(file) == sliced
+    parts = sliced.in_slices(4)
+    assert parts.context == CHAIN.context and parts.in_slices(1) == sliced
+    assert replace(CHAIN, sliced={4: CHAIN.times}).in_slices(4).context is None
+    save_profile(CHAIN, file)
+    record = unsealed_record(file)
+    for layer in record["context"]["layers"]:
+        del layer["ring_bytes"]
+    file.write_text(json.dumps(record))
+    assert load_profile(file) == CHAIN  # an older one, without rings
     save_profile(replace(CHAIN, context=None), file)
     record = unsealed_record(file)
-    assert "context" not in record
+    assert "context" not in record and "sliced_context" not in record
     record["context"] = {"heads": [0], "layers": [], "skips": [], "conditioning": [1]}
     file.write_text(json.dumps(record))
     with pytest.raises(ProfileError) as refused:
@@ -290,9 +336,13 @@ def test_plan_file(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 EDITS: dict[str, tuple[Any, str]] = {
     "other degree": (lambda plan: plan.update(context=2), "predicted.context_s"),
-    "indivisible": (lambda plan: plan.update(context=3), "does not divide the 8 heads"),
+    "indivisible": (lambda plan: plan.update(context=3), "K = 3 does not divide 8 heads, and"),
     "no costs": (lambda plan: plan["profile"].pop("context"), "no costs of context parallelism"),
     "rank order": (lambda plan: plan.update(rank_order="tp-pp-dp"), "needs rank_order tp-dp-pp"),
+    "a ring": (
+        lambda plan: plan["profile"]["context"].update(heads=[3]),
+        "no costs of ring attention",
+    ),
     "bytes": (
         lambda plan: plan["profile"]["context"]["layers"][0].update(all_to_all_bytes=1),
         "recomputed from profile",

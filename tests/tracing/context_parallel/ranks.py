@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.token_slices import set_token_slices
 from megatron_pulse.tracing.context_parallel.collectives import gather
 from megatron_pulse.tracing.context_parallel.divided_backbone import divide_context, traffic_of
+from megatron_pulse.tracing.derived_layer import DerivedLayer
 from tests.runtime.equality import Case
 from tests.tracing.subject import Subject
 
@@ -37,10 +39,15 @@ class Compared:
     predicted: tuple[float, float]
 
 
-def compare(chains: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Compared]:
-    """Compare each chain, by name and dtype, on all ranks with one process (on every rank)."""
+def compare(
+    chains: Sequence[tuple[str, str]], token_slices: int = 1
+) -> dict[tuple[str, str], Compared]:
+    """Compare each chain, by name and dtype, on all ranks with one process (on every rank).
+
+    Token-wise regions of ranks run in ``token_slices`` slices, those of the process whole.
+    """
     dist.init_process_group("gloo")
-    return {at: _compare(Subject(*at)) for at in chains}
+    return {at: _compare(Subject(*at), token_slices) for at in chains}
 
 
 def wait_alone() -> str:
@@ -58,13 +65,16 @@ def wait_alone() -> str:
     return "no error"
 
 
-def _compare(subject: Subject) -> Compared:
+def _compare(subject: Subject, token_slices: int) -> Compared:
     """Compare a chain on a batch of each of its shapes, whose gradients are summed."""
     group = dist.group.WORLD
     assert group is not None
     rank, size = group.rank(), group.size()
     whole, divided = subject.chain, divide_context(subject.chain, rank, size)
     of_whole, of_divided = build_layers(whole, None), build_layers(divided, group)
+    assert set_token_slices(of_divided, token_slices)
+    if token_slices > 1:
+        assert any(map(_has_regions, of_divided))
     output, bytes_sent, predicted = 0.0, [0, 0], [0.0, 0.0]
     case = Case("sequential", whole.num_shapes)
     for shape_index, batch in enumerate(subject.batches(case, 0)):
@@ -94,6 +104,12 @@ def _compare(subject: Subject) -> Compared:
         gradients[name] = float((got - expected).abs().max() / least)
     forward, backward = (total / size).tolist()
     return Compared(output, gradients, (forward, backward), (predicted[0], predicted[1]))
+
+
+def _has_regions(layer: nn.Module) -> bool:
+    """True if parts of a derived layer run in slices."""
+    assert isinstance(layer, DerivedLayer)
+    return bool(layer._sliced(layer._source.chains.first)[1])
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from megatron_pulse.cli.flag_checks import (
 from megatron_pulse.cli.output import add_json, print_result
 from megatron_pulse.cli.plan.tuning.tune_elastic import elastic_clusters, tune_worlds
 from megatron_pulse.cli.plan.tuning.tune_input import (
+    AUTO,
     choices_of,
     evaluator_of,
     flags_not_applied_to_fsdp,
@@ -114,9 +115,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--pipeline P[,P...]", "pipeline degrees to try (default: all)")
     add("--tensor T[,T...]", "tensor degrees to try (default 1,2,4,8)")
     add(
-        "--context-parallel K[,K...]",
-        "numbers of ranks to try that share the tokens of a sample (default: 1, and the powers of "
-        "two that divide the heads, if the profile has their costs)",
+        "--context-parallel K[,K...]|auto",
+        "numbers of ranks to try that share the tokens of a sample; auto: all that divide a node "
+        "and can share them (default: auto if --profile has their costs, else 1)",
     )
     add("--micro-batch-size N[,N...]", "microbatch sizes to try (default: all powers of two)")
     add(
@@ -318,9 +319,9 @@ def _faults(args: argparse.Namespace) -> list[str]:
 
     is_folder = args.world_sizes is not None
     faults = command_faults(args, without=["output"] if is_folder else [])
-    faults += number_list_faults(
-        args, "pipeline", "tensor", "context_parallel", "micro_batch_size", "world_sizes"
-    )
+    lists = ["pipeline", "tensor", "micro_batch_size", "world_sizes"]
+    lists += ["context_parallel"] * (args.context_parallel != AUTO)
+    faults += number_list_faults(args, *lists)
     for name in (args.layouts or "").split(","):
         if args.layouts is not None and not layouts_called(name.strip()):
             faults.append(f"--layouts: {unknown_name('layout', name.strip(), LAYOUTS)}")

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.tune.search.result import Tuning
     from megatron_pulse.profile.profile import Profile
 
+AUTO = "auto"
+"""All context degrees that a profile allows."""
 _PROFILED = (1, 8)
 """Microbatch sizes of an analytic profile."""
 
@@ -121,16 +123,20 @@ def _analytic(
     roofline = Roofline(device, dtype)
     backbone = trained_backbone(args, roofline.dtype)
     profile = analyse(backbone, sizes, roofline, progress=True, running=RUNNING)
-    asked = numbers(args.context_parallel)
-    if asked == (1,):
+    if context_degrees(args) == (1,):
         return profile
     try:
         return analyse_context(profile, backbone, roofline, running=RUNNING)
     except Faults as error:  # no chain whose tokens can be divided
-        if asked is None:
-            return profile
         title = f"--context-parallel {args.context_parallel}"
         raise UserError(format_faults(title, error.faults)) from error
+
+
+def context_degrees(args: argparse.Namespace) -> tuple[int, ...] | None:
+    """Context degrees of ``--context-parallel``; None for all that the profile allows."""
+    if args.context_parallel is None:
+        return (1,) if args.profile is None else None
+    return None if args.context_parallel == AUTO else numbers(args.context_parallel)
 
 
 def backbone_of(profile: Profile) -> Backbone | None:
@@ -202,8 +208,7 @@ def no_context_costs(args: argparse.Namespace, profile: Profile) -> list[str]:
     from megatron_pulse.planner.tune.context_rank import context_costs
     from megatron_pulse.profile.profile import ProfileError
 
-    asked = [size for size in numbers(args.context_parallel) or () if size > 1]
-    if not asked:
+    if args.context_parallel is None or (degrees := context_degrees(args)) == (1,):
         return []
     given = f"--context-parallel {args.context_parallel}"
     if profile.kinds:
@@ -212,11 +217,7 @@ def no_context_costs(args: argparse.Namespace, profile: Profile) -> list[str]:
         costs = context_costs(profile)
     except ProfileError as error:
         return [f"{given}: {error}"]
-    return [
-        f"{given}: {size} ranks do not divide {', '.join(map(str, costs.heads))} heads"
-        for size in asked
-        if not costs.divides(size)
-    ]
+    return [f"{given}: {said}" for size in degrees or () if (said := costs.refusal(size))]
 
 
 def one_first_pass(args: argparse.Namespace) -> list[str]:
@@ -264,7 +265,7 @@ def choices_of(args: argparse.Namespace) -> Choices:
         choices.distributed_optimizer if args.optimizer == "adam" else (False,),
         pairs=args.dpo,
         fsdp=not args.no_fsdp,
-        context=numbers(args.context_parallel),
+        context=context_degrees(args),
     )
 
 

@@ -30,8 +30,8 @@ def data_parallel(evaluator: Evaluator, choices: Choices | None = None) -> Outco
 
 
 def _one_device(choices: Choices) -> Choices:
-    """``choices`` of one device a replica."""
-    return replace(choices, layouts=(WHOLE,), pipeline=(1,), tensor=(1,), fsdp=False)
+    """``choices`` of one device a replica, with whole samples."""
+    return replace(choices, layouts=(WHOLE,), pipeline=(1,), tensor=(1,), context=(1,), fsdp=False)
 
 
 def add_weight_offload(found: Tuning, evaluator: Evaluator, choices: Choices, keep: int) -> None:
@@ -67,6 +67,7 @@ def _may_choose(evaluator: Evaluator, choices: Choices) -> bool:
     return (
         (choices.pipeline is None or 1 in choices.pipeline)
         and 1 in choices.tensor
+        and 1 in (choices.context or (1,))
         and WHOLE in choices.layouts
         and not evaluator.profile.shapes
     )
