@@ -258,7 +258,7 @@ class Evaluator:
         if self.cluster.mixed or (costs := self.profile.context) is None:
             known &= {1}
         else:
-            known = {size for size in known if costs.divides(size)}
+            known = {size for size in known if not costs.refusal(size)}
         return [
             size
             for size in sorted(known)
