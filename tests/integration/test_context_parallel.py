@@ -264,7 +264,7 @@ def test_a_run_chooses_the_number_of_ranks_too(tmp_path: Path) -> None:
     by_auto = run(2, *TINY["tokens"], *STEPS, *auto, backbone="none")
     plan = load_checked(tmp_path / "plan.json")
     assert plan.profile.context is not None and plan.context in (1, 2)
-    _assert_close(by_auto, _run(1, 1))
+    assert_close(by_auto, _run(1, 1))
 
 
 REFUSED: dict[str, tuple[int, list[str], str]] = {
