@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 BUCKETS = "buckets"
 """Option of backbones that lists their shapes, HEIGHTxWIDTH in the sizes of samples."""
 
+RANDOM = "random"
+"""Masks of inpainting that are drawn, in place of a folder of masks."""
+
 
 def _buckets(choice: ShapeChoice) -> str | None:
     text = choice.buckets

@@ -132,6 +132,9 @@ class Data:
     default_caption: str | None = key("of pictures without one", "--pulse-default-caption")
     skip_corrupt: bool = key("replace unreadable pictures", "--pulse-skip-corrupt", False)
     masks: Text | None = key("folder of masks of the pictures, for the loss", "--pulse-masks")
+    inpaint_masks: Text | None = key(
+        "of an inpainting model: random, or a folder of masks", "--pulse-inpaint-masks"
+    )
     bucket_batch: Count | None = key("samples in a row of one shape", "--pulse-bucket-batch")
     workers: Natural | None = key("processes per rank that read samples", "--num-workers")
 

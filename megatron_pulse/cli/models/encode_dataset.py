@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from megatron_pulse.backbone.appended_fields import INPAINT_MASK, MASKED_IMAGE
 from megatron_pulse.backbone.layer_selection import size_options
 from megatron_pulse.backbone.shape_buckets import at_shape
 from megatron_pulse.cli.backbone_flags import options_of
@@ -24,17 +25,22 @@ from megatron_pulse.cli.models.encoder_flags import (
     open_tokenizers,
 )
 from megatron_pulse.data.buckets import Buckets, buckets_of
-from megatron_pulse.data.build import open_by_shape, open_dataset
+from megatron_pulse.data.build import InpaintMasks, open_by_shape, open_dataset
 from megatron_pulse.data.captions import Encoded, cut_short
 from megatron_pulse.data.dataset import LATENT, FieldSpec, Variation
 from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, WantedFields, framing_field
 from megatron_pulse.data.images.conditioning import CONDITIONING
+from megatron_pulse.data.images.inpainting import (
+    inpainting_specs,
+    mask_of_latents,
+    reads_masks,
+)
 from megatron_pulse.data.images.shapes import AUTO, shown
 from megatron_pulse.data.latents.layout import FILES, MIRRORED, LatentLayout, LatentType
 from megatron_pulse.data.latents.stores import Store, has_index, stores_below, write_index
 from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.opened_images import OpenedImages
-from megatron_pulse.data.picture_choice import BUCKETS, ShapeChoice
+from megatron_pulse.data.picture_choice import BUCKETS, RANDOM, ShapeChoice
 from megatron_pulse.data.picture_shapes import picture_shapes
 from megatron_pulse.data.split_groups import name_hash
 from megatron_pulse.dataclass_flags import DTYPES
@@ -89,6 +95,7 @@ def write_latents(
             validation_fraction=0.0,
             verify=args.verify,
             default_caption=args.default_caption,
+            inpaint=_masks(args, [backbone]),
         )
     texts = partial(_open_texts, args, backbone)
     _write_store(args, place, text_states, autoencoder, dataset, backbone, texts, args.output)
@@ -115,7 +122,8 @@ def _write_stores(
             _wanted(args, text_states, chain, size) or WantedFields((args.channels, *size))
             for chain, size in zip(chains, sizes, strict=True)
         ]
-        order, parts = open_by_shape(args.source, wanted, args.verify, caption, images)
+        masks = _masks(args, chains)
+        order, parts = open_by_shape(args.source, wanted, args.verify, caption, images, masks)
         number_of = {shape: number for number, shape in enumerate(sorted(parts))}
         stores = [Store(folder=shown(sizes[k]), pixels=sizes[k]) for k in number_of]
         write_index(args.output, stores, np.array([number_of[k] for k in order.tolist()]))
@@ -175,6 +183,10 @@ def _write_store(
         remark = "" if autoencoder is None else autoencoder.remark
         warn(remark, *dataset.cautions, *cut_short(dataset))
     fields = {**dataset.fields, **({FRAMING: FRAMING_SPEC} if dataset.frames else {})}
+    if autoencoder is not None and backbone is not None and reads_masks(fields):
+        made_by[MASKED_IMAGE] = autoencoder.made_by()
+        for name in (INPAINT_MASK, MASKED_IMAGE):
+            fields[name] = FieldSpec(backbone.batch_fields[name].shape)
     layout = LatentLayout(
         shape=shape,
         num_classes=dataset.num_classes,
@@ -193,6 +205,8 @@ def _write_store(
     )
     if args.flip and CONDITIONING in fields:
         require(["--flip: control pictures are stored once; mirror their files instead"])
+    if args.flip and reads_masks(fields):
+        require(["--flip: masked pictures are stored once; mirror their files instead"])
     with as_user_error(OSError):
         nulls, count = dataset.null_conditioning(), len(dataset)
         writer = LatentWriter(output, layout, nulls, count, dataset.text_parts)
@@ -306,6 +320,10 @@ def _write(
                     zip(indices, latents, deviations, strict=True)
                 ):
                     given = dataset.conditioning(i)
+                    if autoencoder is not None and reads_masks(given):
+                        (given[MASKED_IMAGE],) = autoencoder.encode(given[MASKED_IMAGE][None])
+                        of_mask = writer.layout.fields[INPAINT_MASK]
+                        given[INPAINT_MASK] = mask_of_latents(given[INPAINT_MASK], of_mask)
                     if dataset.frames:
                         given[FRAMING] = framing_field(dataset.framing(i))
                     if autoencoder is not None and _posterior(args) == "sample":
@@ -368,8 +386,8 @@ def _wanted(
     backbone: Backbone | None,
     size: tuple[int, int] | None = None,
 ) -> WantedFields | None:
-    """Captions as random states with their mask, and the other picture that a control branch sees;
-    nothing else is asked of the data."""
+    """Captions as random states with their mask, and the other pictures that a control branch or
+    an inpainting model sees; nothing else is asked of the data."""
     fields = {}
     if text_states is not None:
         length, width = text_states
@@ -379,9 +397,19 @@ def _wanted(
         size = args.image_size, args.image_size
     if backbone is not None and CONDITIONING in backbone.batch_fields and size is not None:
         fields[CONDITIONING] = FieldSpec(backbone.batch_fields[CONDITIONING].shape)
+    if backbone is not None and reads_masks(backbone.batch_fields) and size is not None:
+        fields |= inpainting_specs((args.channels, *size))
     if not fields or size is None:
         return None
     return WantedFields((args.channels, *size), fields)
+
+
+def _masks(args: argparse.Namespace, chains: Sequence[Backbone | None]) -> InpaintMasks:
+    """Masks of pictures, if the backbone inpaints."""
+    place = args.inpaint_masks
+    if place != RANDOM and not any(c is not None and reads_masks(c.batch_fields) for c in chains):
+        require([f"--inpaint-masks {place}: give the --backbone that inpaints, and --encoders"])
+    return InpaintMasks(place)
 
 
 def _open_autoencoder(args: argparse.Namespace) -> Autoencoder | None:
@@ -434,4 +462,6 @@ def _source(
     text = f"{len(dataset)} images {size} of {name}"
     if args.text_states is not None:
         text += ", captions as word vectors"
+    if reads_masks(dataset.fields):
+        text += f", masks {args.inpaint_masks}"
     return text if autoencoder is None else f"{text}, {_POSTERIORS[_posterior(args)]}"

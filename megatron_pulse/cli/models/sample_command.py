@@ -24,7 +24,7 @@ from megatron_pulse.cli.flag_checks import (
     warn,
 )
 from megatron_pulse.cli.import_megatron import prepare_megatron
-from megatron_pulse.cli.models.control_image import controlled
+from megatron_pulse.cli.models.control_image import controlled, inpainted
 from megatron_pulse.cli.models.encoder_flags import (
     add_encoder_flags,
     autoencoder_folder,
@@ -84,7 +84,7 @@ EMA weights unless --raw. The output is
 (default: that of the training's --pulse-encoders). Encoders other than those of the training are
 refused. Without any, the model must have been trained on the words of --pulse-data captions:PATH.
 --from-data takes the text states of validation samples. A ControlNet sees the central square of
---control-image, as in training.
+--control-image, as in training. An inpainting model draws the white parts of --mask in --image.
 
 Noise is drawn in float32 on the CPU and depends on --seed and the number of the sample alone. With
 --noise diffusers it is that of torch.Generator().manual_seed(SEED) for the whole batch: DDIM and
@@ -98,6 +98,7 @@ examples:
   pulse sample --load runs/emoji/checkpoints --prompt "red heart" --prompt "cat face" -o emoji.png
   pulse sample --load runs/photos --prompt "a red bird" --encoders sd-v1.5 -o birds/ --json
   pulse sample --load runs/control --prompt "a red bird" --control-image edges.png -o bird.png
+  pulse sample --load runs/fill --prompt "a red bird" --image tree.png --mask where.png -o bird.png
   pulse sample --load runs/text --from-data 4 --vae sd-vae-ft-mse -o held-out.png
   pulse sample --load runs/flux --prompt "a red bird" --devices 4 -o bird.png
   pulse sample --load runs/a --height 768 --width 512 --vae sd-vae-ft-mse -o tall.png
@@ -135,6 +136,20 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--control-image FILE",
         "picture that a ControlNet follows, for all rows, or one for each (repeatable)",
+        type=Path,
+        action="append",
+        default=[],
+    )
+    add(
+        "--image FILE",
+        "picture of which an inpainting model draws parts anew, as --control-image (repeatable)",
+        type=Path,
+        action="append",
+        default=[],
+    )
+    add(
+        "--mask FILE",
+        "those parts, white in a grey picture: one for each --image",
         type=Path,
         action="append",
         default=[],
@@ -299,7 +314,7 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
     take_encoders_of(args, model.arguments)
     vae = autoencoder_folder(args)
     drawing = _drawing(vae, model)
-    kind, rows, request = _asked(args, model, drawing.factor)
+    kind, rows, request = _asked(args, model, drawing)
     require(_check_model(args, model, kind, rows, drawing))
     warn(noise_left(model.process, args.steps))
     asked = [row for row in rows for _ in range(args.per_class)]
@@ -341,6 +356,9 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
     }
     if args.control_image:
         record["control_images"] = [str(path) for path in args.control_image]
+    if args.image:
+        record["images"] = [str(path) for path in args.image]
+        record["masks"] = [str(path) for path in args.mask]
     score = None
     if args.score:
         score = digit_score(samples, torch.tensor(asked), args.score)
@@ -419,6 +437,16 @@ def _check(args: argparse.Namespace) -> list[str]:
     faults += [
         f"--control-image {p}: there is no such file" for p in args.control_image if not p.is_file()
     ]
+    if len(args.image) != len(args.mask):
+        faults.append("--image and --mask are given together, one mask for each picture")
+    if args.image and args.from_data is not None:
+        faults.append("--image is for --prompt or --classes: --from-data has its own")
+    faults += [
+        f"--{kind} {p}: there is no such file"
+        for kind, paths in (("image", args.image), ("mask", args.mask))
+        for p in paths
+        if not p.is_file()
+    ]
     if args.data is not None and args.from_data is None:
         faults.append("--data is for --from-data")
     if args.classes is not None:
@@ -435,7 +463,7 @@ def _check(args: argparse.Namespace) -> list[str]:
 
 
 def _asked(
-    args: argparse.Namespace, model: TrainedModel, factor: int
+    args: argparse.Namespace, model: TrainedModel, drawing: SampleDecoder
 ) -> tuple[str, list[Any], Callable[[TrainedModel, list[Any]], Request]]:
     """What the rows of the picture are, as the report calls it; each row's; how to ask for some."""
     from megatron_pulse.integration import sampling
@@ -448,6 +476,9 @@ def _asked(
     rows, beside = controlled(
         args.control_image, model.backbone, args.prompt or classes, args.per_class
     )
+    pairs = list(zip(args.image, args.mask, strict=True))
+    rows, masked = inpainted(pairs, model.backbone, rows, args.per_class, drawing.autoencoder)
+    beside = {**beside, **masked}
     if args.prompt and args.encoders is not None:
         opened = open_encoders(args, model.backbone.name, model.backbone)
         if opened is None:
@@ -456,7 +487,7 @@ def _asked(
 
         encoders, _ = opened
         require_same_encoders(encoders, model.arguments)
-        height, width = (factor * side for side in model.backbone.sample_spec.shape[-2:])
+        height, width = (drawing.factor * side for side in model.backbone.sample_spec.shape[-2:])
         negative = args.negative_prompt
 
         def encoded(model: TrainedModel, prompts: list[str]) -> Request:
