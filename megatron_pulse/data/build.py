@@ -56,6 +56,8 @@ OPTIONS = {
     "folder:PATH": "a folder of images, in one subfolder per class or none (needs image_size)",
     "captions:PATH": "a folder of images with texts beside them, in metadata.jsonl or metadata.csv "
     "(needs image_size); PATH#NAME: captions are called NAME there",
+    "videos:PATH": "a folder of films, folders of frames and pictures, perhaps with texts beside "
+    "them (needs a size, and frames)",
     "pairs:PATH": "a folder of pairs of images for --pulse-loss dpo, listed as winner, loser and "
     "text in metadata.jsonl or metadata.csv",
     "webdataset:PATH": "tars of images, with txt, json (PATH#NAME: NAME of it is the caption) or "
@@ -477,7 +479,7 @@ def _open(
     kind, path, column = named.kind, named.path, named.column
     if wanted and kind != "latents":
         channels = wanted[0].shape[0]
-        image_size = [(height, width) for _, height, width in (one.shape for one in wanted)]
+        image_size = [(*one.shape[-2:], *one.shape[1:-2]) for one in wanted]
     fields = wanted[0].fields if wanted else NO_FIELDS
     source: DiffusionDataset
     if spec in DIGIT_SOURCES:
@@ -488,6 +490,9 @@ def _open(
                 "Give the backbone one shape, or pictures of several.",
             )
         side = image_size if image_size is None or isinstance(image_size, int) else image_size[0][0]
+        if wanted and len(wanted[0].shape) > 3:
+            fault = f"the backbone takes {_size(wanted[0].shape)}, and digits are pictures"
+            raise DataError(f"dataset {spec}", [fault], "Give videos:PATH, or latents of videos.")
         source = all_digits(spec, side)
     elif kind in IMAGES and path:
         if image_size is None:

@@ -96,7 +96,7 @@ class TrainedModel:
         Training on ``captions:`` data encodes words without a text encoder.
         """
         data = self.arguments.pulse_data or "unknown data"
-        if data.startswith(("captions:", "pairs:")):
+        if data.startswith(("captions:", "pairs:", "videos:")):
             return ""
         return (
             f"{self.folder} was trained on {data} without captions, so its text encoders are "

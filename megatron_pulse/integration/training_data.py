@@ -30,8 +30,9 @@ from megatron_pulse.data.images.survey import require_readable, require_white, s
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
 from megatron_pulse.data.opened_images import OpenedImages
 from megatron_pulse.data.patchwise import PatchwiseSampler, patches_of
-from megatron_pulse.data.picture_choice import RANDOM
+from megatron_pulse.data.picture_choice import RANDOM, ClipChoice
 from megatron_pulse.data.sampler import MicrobatchSampler, PairSampler
+from megatron_pulse.data.videos.folder import VideoFolder
 from megatron_pulse.dataclass_flags import flag_name
 from megatron_pulse.diffusion.learned_sigma import variational_bound
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
@@ -167,6 +168,8 @@ class DiffusionData:
                 _require_sigma(chain)
         if options.data is None:
             raise no_data_named()
+        images = images or OpenedImages()
+        images.clips = options.clips
         self.in_loop = loop_encoders(options, backbone)
         """Encoders that the run applies itself."""
         autoencodes = self.in_loop is not None and self.in_loop.autoencodes
@@ -187,6 +190,12 @@ class DiffusionData:
                 inpaint=InpaintMasks(options.inpaint_masks, seed),
             )
         self._augmentation = options.augmented.augmentation
+        if any(isinstance(source, VideoFolder) for source in self.train.sources):
+            random = options.augmented.clip_start == "random"
+            self._augmentation = replace(self._augmentation, random_start=random)
+        elif options.clips != ClipChoice():
+            fault = "--pulse-fps and --pulse-frame-stride are for films: it has none"
+            raise DataError(f"--pulse-data {options.data}", [fault], "Leave these flags out.")
         if faults := list(unvaried(self.train, self._augmentation)):
             remedy = "Leave these flags out, or give other data."
             raise DataError(f"--pulse-data {options.data}", faults, remedy)

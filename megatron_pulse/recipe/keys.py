@@ -124,6 +124,11 @@ class Data:
         "probability of mirroring a picture", "--pulse-flip"
     )
     crop: Literal["center", "random"] | None = key("where pictures are cropped", "--pulse-crop")
+    fps: Positive | None = key("frames a second of clips", "--pulse-fps")
+    frame_stride: Count | None = key("every so many are taken", "--pulse-frame-stride")
+    clip_start: Literal["middle", "random"] | None = key(
+        "where clips begin in films", "--pulse-clip-start"
+    )
     shuffle_tags: bool = key("draw the order of captions' tags", "--pulse-shuffle-tags", False)
     keep_tags: Natural | None = key("first tags that keep their place", "--pulse-keep-tags")
     caption_prefix: Patterns = key(

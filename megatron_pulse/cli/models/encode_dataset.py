@@ -40,10 +40,10 @@ from megatron_pulse.data.latents.layout import FILES, MIRRORED, LatentLayout, La
 from megatron_pulse.data.latents.stores import Store, has_index, stores_below, write_index
 from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.opened_images import OpenedImages
-from megatron_pulse.data.picture_choice import BUCKETS, RANDOM, ShapeChoice
+from megatron_pulse.data.picture_choice import BUCKETS, RANDOM, ClipChoice, ShapeChoice
 from megatron_pulse.data.picture_shapes import picture_shapes
 from megatron_pulse.data.split_groups import name_hash
-from megatron_pulse.dataclass_flags import DTYPES
+from megatron_pulse.dataclass_flags import DTYPES, read_flags
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
 from megatron_pulse.errors import UserError
 from megatron_pulse.profile.measurement.machine import compute_as_a_rank
@@ -110,7 +110,7 @@ def _write_stores(
 ) -> None:
     """Encode pictures of several shapes, each shape into a store below the folder."""
     factor = 1 if autoencoder is None else autoencoder.factor
-    images, caption = OpenedImages(), args.default_caption
+    images, caption = OpenedImages(read_flags(ClipChoice, args)), args.default_caption
     with as_user_error(OSError):
         sizes = _shapes_there(args.output, choice) or picture_shapes(
             args.source, choice, factor, caption, images

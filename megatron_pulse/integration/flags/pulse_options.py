@@ -16,7 +16,7 @@ from megatron_pulse.adapters.choice import AdapterChoice
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.build import several_parts
 from megatron_pulse.data.opened_images import ARCHIVES, IMAGES
-from megatron_pulse.data.picture_choice import RANDOM, AugmentationChoice, ShapeChoice
+from megatron_pulse.data.picture_choice import RANDOM, AugmentationChoice, ClipChoice, ShapeChoice
 from megatron_pulse.dataclass_flags import (
     ABOVE_ZERO,
     BELOW_ONE,
@@ -430,6 +430,7 @@ class PulseOptions:
     )
     shapes: ShapeChoice = flags_of(ShapeChoice)
     augmented: AugmentationChoice = flags_of(AugmentationChoice)
+    clips: ClipChoice = flags_of(ClipChoice)
     encoders: str | None = flag(
         "diffusers pipeline folder whose vae/ and text_encoder*/ encode the pictures and captions "
         "of --pulse-data in the loop. Latents and text states stored in latents:PATH are read "

@@ -120,7 +120,8 @@ def _row_faults(
     folder = _encoders_folder(args, choice)
     if choice.sample_encoders is not None and folder is not None:
         yield from (f"{_PREFIX}encoders {fault}" for fault in pipeline_folder_faults(folder))
-    if not choice.sample_prompt or (args.pulse_data or "").startswith(("captions:", "pairs:")):
+    worded = ("captions:", "pairs:", "videos:")
+    if not choice.sample_prompt or (args.pulse_data or "").startswith(worded):
         return
     if folder is None:
         yield (
