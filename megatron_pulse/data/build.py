@@ -124,6 +124,7 @@ def open_dataset(
     verify: bool = False,
     default_caption: str = "",
     inpaint: InpaintMasks = NO_MASKS,
+    images: OpenedImages | None = None,
 ) -> tuple[DiffusionDataset, DiffusionDataset]:
     """(training, validation) of the dataset ``spec`` (see ``OPTIONS``).
 
@@ -136,7 +137,8 @@ def open_dataset(
     if len(names := names_of(spec)) > 1:
         raise DataError(spec, [f"it names {len(names)} datasets"], "Give one at a time.")
     shapes = () if wanted is None else (wanted,)
-    source = _open(spec, image_size, channels, shapes, verify, default_caption, inpaint=inpaint)
+    how = verify, default_caption
+    source = _open(spec, image_size, channels, shapes, *how, inpaint=inpaint, opened=images)
     ((train, validation),) = _split([(spec, source)], validation_fraction)
     return (train, validation) if wanted is None else _fitted(spec, train, validation, shapes)[1:]
 

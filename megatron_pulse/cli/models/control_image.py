@@ -91,6 +91,54 @@ def inpainted(
     }
 
 
+def continued(
+    files: Sequence[Path],
+    backbone: Backbone,
+    rows: list[Any],
+    each: int,
+    autoencoder: Autoencoder | None,
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """Rows of a sheet, and the fields of a model that continues a first frame, of pictures.
+
+    Pictures belong to rows as those of ``controlled`` do. Raises UserError, also if the backbone
+    continues none.
+    """
+    if not files:
+        return rows, {}
+    import torch
+
+    from megatron_pulse.data.images.inpainting import one_picture
+    from megatron_pulse.encoders.first_frame import (
+        FIRST_FRAME,
+        first_frame_fields,
+        starts_from_frame,
+    )
+
+    if not starts_from_frame(backbone.batch_fields):
+        raise UserError(f"--image: {backbone.name} continues no frame; to inpaint needs --mask")
+    if autoencoder is None or not autoencoder.is_video:
+        raise UserError("--image: give the autoencoder of the model's videos, --vae")
+    rows, files = _one_for_each("--image", rows, files)
+    shapes = {name: s.shape for name, s in backbone.batch_fields.items() if name in FIRST_FRAME}
+    *_, height, width = backbone.sample_spec.shape
+    count = backbone.sample_spec.shape[0 if autoencoder.frames_first else 1]
+    count = (count - 1) * autoencoder.frame_factor + 1
+    channels, factor = autoencoder.in_channels, autoencoder.factor
+    found: dict[Path, dict[str, Tensor]] = {}
+    faults: list[str] = []
+    for file in dict.fromkeys(files):
+        with collecting(faults):
+            clip = torch.zeros(channels, count, height * factor, width * factor)
+            clip[:, 0] = one_picture(file, channels, (height * factor, width * factor))
+            found[file] = first_frame_fields(shapes, clip, autoencoder)
+    if faults:
+        raise UserError(summarize(faults))
+    return rows, {
+        name: torch.stack([found[file][name] for file in files]).repeat_interleave(each, 0)
+        for name in shapes
+    }
+
+
 def _one_for_each[File](
     flag: str, rows: list[Any], files: Sequence[File]
 ) -> tuple[list[Any], list[File]]:

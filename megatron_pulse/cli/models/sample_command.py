@@ -24,7 +24,7 @@ from megatron_pulse.cli.flag_checks import (
     warn,
 )
 from megatron_pulse.cli.import_megatron import prepare_megatron
-from megatron_pulse.cli.models.control_image import controlled, inpainted
+from megatron_pulse.cli.models.control_image import continued, controlled, inpainted
 from megatron_pulse.cli.models.encoder_flags import (
     add_encoder_flags,
     autoencoder_folder,
@@ -41,6 +41,7 @@ from megatron_pulse.cli.models.sample_output import (
 from megatron_pulse.cli.output import add_json, print_result
 from megatron_pulse.cli.shared_flags import add_checkpoint_flags
 from megatron_pulse.dataclass_flags import (
+    ABOVE_ZERO,
     FROM_ZERO,
     FROM_ZERO_TO_ONE,
     PIXELS,
@@ -67,6 +68,7 @@ from megatron_pulse.integration.flags.sample_flags import (
     SEED,
     parse_classes,
 )
+from megatron_pulse.mp4 import require_pyav
 
 if TYPE_CHECKING:
     from megatron_pulse.integration.pipeline_sampling import SamplingJob
@@ -77,6 +79,7 @@ Runs in one process (on a GPU if there is one) or on --devices, for checkpoints 
 EMA weights unless --raw. The output is
 
   -o FILE.png           a sheet with one row per class, prompt, or sample of the data
+  -o FILE.gif|.mp4      videos side by side (.mp4: pip install megatron-pulse[video])
   -o DIR                a file for each picture or video frame, which --json lists
   -o FILE.safetensors   the samples undecoded
 
@@ -116,7 +119,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_checkpoint_flags(parser)
     add(
         "-o, --output PATH",
-        "FILE.png (a sheet), DIR (a file for each picture) or FILE.safetensors",
+        "FILE.png (a sheet), FILE.gif, FILE.mp4, DIR (a file for each picture) or FILE.safetensors",
         type=Path,
         required=True,
     )
@@ -142,14 +145,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add(
         "--image FILE",
-        "picture of which an inpainting model draws parts anew, as --control-image (repeatable)",
+        "picture that a model of image to video continues, or of which an inpainting model draws "
+        "parts anew; counts as of --control-image (repeatable)",
         type=Path,
         action="append",
         default=[],
     )
     add(
         "--mask FILE",
-        "those parts, white in a grey picture: one for each --image",
+        "parts to draw anew, white in a grey picture: one for each --image",
         type=Path,
         action="append",
         default=[],
@@ -209,6 +213,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--score",
         "share of images that a classifier of these real digits takes for the digit asked for",
         choices=["mnist", "digits8"],
+    )
+    add(
+        "--fps R",
+        "frames a second of -o .gif and .mp4 (default 16)",
+        type=float,
+        within=ABOVE_ZERO,
+        default=16.0,
     )
     add_json(parser)
     process = parser.add_argument_group(
@@ -363,7 +374,8 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
     if args.score:
         score = digit_score(samples, torch.tensor(asked), args.score)
         record["score"] = score.to_dict()
-    write = writer_of(args.output, drawing, args.per_class, _captions(kind, rows, args.per_class))
+    captions = _captions(kind, rows, args.per_class)
+    write = writer_of(args.output, drawing, args.per_class, captions, args.fps)
     with as_user_error(OSError):
         record |= write(samples)
     lines = [] if score is None else [str(score)]
@@ -437,8 +449,8 @@ def _check(args: argparse.Namespace) -> list[str]:
     faults += [
         f"--control-image {p}: there is no such file" for p in args.control_image if not p.is_file()
     ]
-    if len(args.image) != len(args.mask):
-        faults.append("--image and --mask are given together, one mask for each picture")
+    if args.mask and len(args.image) != len(args.mask):
+        faults.append("--mask: give one for each --image")
     if args.image and args.from_data is not None:
         faults.append("--image is for --prompt or --classes: --from-data has its own")
     faults += [
@@ -476,8 +488,11 @@ def _asked(
     rows, beside = controlled(
         args.control_image, model.backbone, args.prompt or classes, args.per_class
     )
-    pairs = list(zip(args.image, args.mask, strict=True))
-    rows, masked = inpainted(pairs, model.backbone, rows, args.per_class, drawing.autoencoder)
+    of_row = model.backbone, rows, args.per_class, drawing.autoencoder
+    if args.mask:
+        rows, masked = inpainted(list(zip(args.image, args.mask, strict=True)), *of_row)
+    else:
+        rows, masked = continued(args.image, *of_row)
     beside = {**beside, **masked}
     if args.prompt and args.encoders is not None:
         opened = open_encoders(args, model.backbone.name, model.backbone)
@@ -528,6 +543,12 @@ def _check_model(
     drawing: SampleDecoder,
 ) -> list[str]:
     faults = [] if output_of(args.output) is Output.TENSORS else drawing.faults()
+    if output_of(args.output) is Output.ANIMATION:
+        if len(drawing.shape) != 4:
+            faults.append(f"-o {args.output}: the samples are pictures: give .png")
+        if args.output.suffix.lower() == ".mp4":
+            with collecting(faults):
+                require_pyav()
     process, count = model.process, model.num_classes
     most = process.num_timesteps
     if args.steps > most:

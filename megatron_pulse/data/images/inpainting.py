@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_pulse.backbone.appended_fields import INPAINT_MASK, INPAINTING, MASKED_IMAGE
-from megatron_pulse.data.dataset import DataError, Derived, DiffusionDataset, FieldSpec, Variation
+from megatron_pulse.data.dataset import Derived, DiffusionDataset, FieldSpec, Variation
 from megatron_pulse.data.images.conditioning import Paired, Pairing, in_unit_range
 from megatron_pulse.data.images.folder import ImageFiles
 from megatron_pulse.data.images.masks import Masks
 from megatron_pulse.data.images.opening import UNREADABLE, opened
 from megatron_pulse.data.images.pictures import decoded, fitted
 from megatron_pulse.diffusion.noise import Stream, philox
+from megatron_pulse.errors import Faults, UserError, collecting
 
 _MOST_RECTANGLES = 4
 _SHORTEST, _LONGEST = 1 / 8, 3 / 4
@@ -112,21 +113,29 @@ class MaskedByFiles(Paired):
 def masked_picture(picture: Path, mask: Path, spec: FieldSpec) -> dict[str, Tensor]:
     """Fields of inpainting of two files, in pixels; ``spec`` is that of the picture.
 
-    Raises DataError if a file is no picture.
+    Raises Faults if a file is no picture.
     """
     channels, height, width = spec.shape
     found, faults = list[Tensor](), list[str]()
     for path, count in ((picture, channels), (mask, 1)):
-        try:
-            with opened(path) as file:
-                found.append(fitted(decoded(file, count), (height, width)))
-        except UNREADABLE as error:
-            faults.append(f"{path}: {error}")
+        with collecting(faults):
+            found.append(one_picture(path, count, (height, width)))
     if faults:
-        remedy = "Give a picture, and a mask whose white parts are drawn anew."
-        raise DataError("inpainting", faults, remedy)
+        raise Faults(faults)
     image, grey = found
     return inpainting_fields(image, in_unit_range(grey))
+
+
+def one_picture(path: Path, channels: int, size: tuple[int, int]) -> Tensor:
+    """Picture of a file in sampling, fitted to ``size`` (height, width) as in training.
+
+    Raises UserError if the file is no picture.
+    """
+    try:
+        with opened(path) as file:
+            return fitted(decoded(file, channels), size)
+    except UNREADABLE as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def reads_masks(fields: Iterable[str]) -> bool:

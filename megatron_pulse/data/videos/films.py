@@ -20,8 +20,8 @@ from PIL import Image
 
 from megatron_pulse.data.images.opening import MAX_PIXELS
 from megatron_pulse.data.stored_file import version_of
-from megatron_pulse.errors import UserError
 from megatron_pulse.files import cache_folder, replacing
+from megatron_pulse.mp4 import require_pyav
 
 SUFFIXES = (
     *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi"),
@@ -53,17 +53,6 @@ class Film:
         """Time of each frame after the first, float64."""
         found: np.ndarray = (self.pts - self.pts[0]) * self.seconds_per_pts
         return found
-
-
-def require_pyav() -> Any:
-    """PyAV; raises UserError where it is not installed."""
-    try:
-        import av
-    except ImportError as error:
-        raise UserError(
-            "films are decoded by PyAV, which is not installed: pip install megatron-pulse[video]"
-        ) from error
-    return av
 
 
 def film_of(path: Path) -> Film:

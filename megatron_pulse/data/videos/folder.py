@@ -66,13 +66,14 @@ def frame_numbers(
         if free < 0:
             return None
         first = int(place * (free + 1))
-        return np.arange(count) * choice.frame_stride + first
+        found: np.ndarray = np.array([first + i * choice.frame_stride for i in range(count)])
+        return found
     seconds, apart = film.seconds, choice.frame_stride / choice.fps
     way = float(seconds[-1]) - (count - 1) * apart
     if way < -_INSTANT_S:
         return None
-    moments = place * max(way, 0.0) + np.arange(count) * apart + _INSTANT_S
-    found: np.ndarray = np.searchsorted(seconds, moments, side="right") - 1
+    moments = [place * max(way, 0.0) + i * apart + _INSTANT_S for i in range(count)]
+    found = np.array(np.searchsorted(seconds, moments, side="right") - 1)
     return found
 
 
