@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_pulse.cli.backbone_flags import add_code_flag
 from megatron_pulse.cli.flag_checks import add_flag
 from megatron_pulse.cli.output import DRAWINGS
-from megatron_pulse.data.picture_choice import ShapeChoice
+from megatron_pulse.data.images.shapes import AUTO
+from megatron_pulse.data.picture_choice import ClipChoice, ShapeChoice
 from megatron_pulse.dataclass_flags import (
     PIXELS,
     TO_4096,
@@ -84,6 +85,8 @@ def add_image_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--image-size`` and ``--channels`` of a dataset."""
     add_flag(parser, "--image-size N", "resize images to NxN", within=PIXELS, type=int)
     add_flag(parser, "--channels", "of a folder (3)", type=int, choices=[1, 3], default=3)
+    add_flag(parser, "--frames F,...", "frames of clips of videos:PATH; of several, most first")
+    add_flags(ClipChoice, parser)
 
 
 def add_shape_flags(parser: argparse.ArgumentParser) -> None:
@@ -100,20 +103,42 @@ def image_size_of(args: argparse.Namespace, images: OpenedImages) -> ImageSize |
 
     choice = read_flags(ShapeChoice, args)
     if choice.resolution is None and choice.buckets is None:
-        size: int | None = args.image_size
-        return size
+        return clip_sizes(args.image_size, args.frames)
     caption = getattr(args, "default_caption", "")  # `pulse data info` has no such flag
-    return picture_shapes(args.spec, choice, default_caption=caption, images=images)
+    sizes = picture_shapes(args.spec, choice, default_caption=caption, images=images)
+    return clip_sizes(sizes, args.frames)
+
+
+def clip_sizes(size: ImageSize | None, frames: str | None) -> ImageSize | None:
+    """Every size with each number of ``frames``, if there are some."""
+    counts = numbers(frames)
+    if counts is None or size is None:
+        return size
+    sides = [(size, size)] if isinstance(size, int) else size
+    return [(*side[:2], count) for count in reversed(counts) for side in sides]
 
 
 def shape_faults(args: argparse.Namespace) -> list[str]:
     """Faults of the flags of ``ShapeChoice`` beside --image-size."""
     choice = read_flags(ShapeChoice, args)
-    faults = list(flag_faults(choice))
+    faults = [*flag_faults(choice), *number_list_faults(args, "frames")]
+    films = any(name.startswith("videos:") for name in _specs(args))
+    clips = read_flags(ClipChoice, args)
+    faults += [*flag_faults(clips)]
+    if (args.frames is not None or clips != ClipChoice()) and not films:
+        faults.append("--frames, --fps and --frame-stride are for videos:PATH")
+    if films and choice.buckets == AUTO:
+        faults.append("--buckets auto is for pictures: give clips a list of shapes, and --frames")
     asked = choice.resolution is not None or choice.buckets is not None
     if asked and args.image_size is not None:
         faults.append("--image-size excludes --resolution and --buckets: give one of them")
     return faults
+
+
+def _specs(args: argparse.Namespace) -> list[str]:
+    from megatron_pulse.data.build import names_of
+
+    return names_of(str(getattr(args, "spec", None) or args.source))
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:

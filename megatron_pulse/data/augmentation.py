@@ -21,6 +21,8 @@ class Augmentation:
     - ``shuffle_tags``: reorder the comma-separated tags of captions after the first ``keep_tags``.
 
     - ``patchwise``: draw the place of a patch (see ``patchwise.py``).
+
+    - ``random_start``: draw the place of a clip in its film, in place of the middle.
     """
 
     flip: float = 0.0
@@ -28,24 +30,27 @@ class Augmentation:
     shuffle_tags: bool = False
     keep_tags: int = 0
     patchwise: bool = False
+    random_start: bool = False
 
     @property
     def changes_samples(self) -> bool:
         """True if anything is drawn."""
-        return bool(self.flip or self.random_crop or self.patchwise or self.shuffle_tags)
+        drawn = self.random_crop, self.patchwise, self.shuffle_tags, self.random_start
+        return bool(self.flip) or any(drawn)
 
     def draw(self, seed: int, index: int, position: int) -> Variation | None:
         """Variation of a sample at a position of the run; None without augmentation."""
         if not self.changes_samples:
             return None
-        words = philox(seed, Stream.VARIATION, index, position).random_raw(6)
-        flip, down, across, order, *patch = words
+        words = philox(seed, Stream.VARIATION, index, position).random_raw(7)
+        flip, down, across, order, *patch, start = words
         return Variation(
             flip=float(flip) * _UNIT < self.flip,
             crop=(float(down) * _UNIT, float(across) * _UNIT) if self.random_crop else None,
             tag_order=int(order) if self.shuffle_tags else None,
             keep_tags=self.keep_tags,
             patch=(float(patch[0]) * _UNIT, float(patch[1]) * _UNIT) if self.patchwise else None,
+            start=float(start) * _UNIT if self.random_start else None,
         )
 
 

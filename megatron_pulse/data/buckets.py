@@ -31,22 +31,24 @@ class Buckets(Joined):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Samples of one shape of pictures: ``pixels`` (height, width), counts, and the mean fraction
-    of a picture that is ``cropped`` (None if unknown).
+    """Samples of one shape of pictures: ``pixels`` (height, width), counts, the mean fraction of a
+    picture that is ``cropped`` (None if unknown), and ``frames``.
     """
 
     pixels: tuple[int, int]
     num_training: int
     num_validation: int
     cropped: float | None
+    frames: int = 1
 
     def describe(self, of: int) -> str:
         """Line on this bucket ``of`` so many training samples in all."""
         height, width = self.pixels
+        frames = f"x{self.frames}" if self.frames > 1 else ""
         told = f"{self.num_training:,} samples ({self.num_training / max(of, 1):.1%})"
         if self.cropped is not None:
             told += f", {self.cropped:.1%} of a picture cropped on average"
-        return f"bucket {width}x{height}: {told}"
+        return f"bucket {width}x{height}{frames}: {told}"
 
 
 def buckets_of(train: DiffusionDataset, validation: DiffusionDataset) -> list[Bucket]:
@@ -55,14 +57,15 @@ def buckets_of(train: DiffusionDataset, validation: DiffusionDataset) -> list[Bu
     if len(train.parts) > 1 or train.num_shapes == 1:
         for one, other in zip(train.parts, validation.parts, strict=True):
             cropped = _mean_cropped(one, range(len(one)))
-            found.append(Bucket(one.pixel_size, len(one), len(other), cropped))
+            counts = len(one), len(other)
+            found.append(Bucket(one.pixel_size, *counts, cropped, one.frames_of(0)))
         return found
     shapes = [[half.shape_index(i) for i in range(len(half))] for half in (train, validation)]
     for shape in sorted({*shapes[0], *shapes[1]}):
         own = [i for i, each in enumerate(shapes[0]) if each == shape]
         cropped = _mean_cropped(train, own)
         counts = len(own), shapes[1].count(shape)
-        found.append(Bucket(train.pixels_of(shape), *counts, cropped))
+        found.append(Bucket(train.pixels_of(shape), *counts, cropped, train.frames_of(shape)))
     return found
 
 

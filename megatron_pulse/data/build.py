@@ -6,12 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 
+from megatron_pulse.backbone.appended_fields import INPAINTING
 from megatron_pulse.data.augmentation import Augmentation
 from megatron_pulse.data.buckets import Buckets
 from megatron_pulse.data.data_record import read_provenance
@@ -19,7 +20,6 @@ from megatron_pulse.data.dataset import (
     NO_FIELDS,
     DataError,
     DiffusionDataset,
-    FieldSpec,
     OfShape,
     Subset,
     split_indices,
@@ -33,12 +33,18 @@ from megatron_pulse.data.fields import (
 from megatron_pulse.data.images.conditioning import CONDITIONING, Conditioned
 from megatron_pulse.data.images.digits import DIGIT_SOURCES, all_digits
 from megatron_pulse.data.images.folder import ImageSize
+from megatron_pulse.data.images.inpainting import (
+    MaskedByFiles,
+    RandomlyMasked,
+    reads_masks,
+)
 from megatron_pulse.data.images.masks import Masked
 from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.joined import Joined
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.latents.stores import LatentStores, has_index
 from megatron_pulse.data.opened_images import ARCHIVES, IMAGES, OpenedImages
+from megatron_pulse.data.picture_choice import RANDOM
 from megatron_pulse.data.shared_class_labels import labelled_by_name, unnamed_beside_named
 from megatron_pulse.data.split_groups import same_files, uncompared, units_of
 from megatron_pulse.data.stored_file import StoredFile
@@ -50,6 +56,8 @@ OPTIONS = {
     "folder:PATH": "a folder of images, in one subfolder per class or none (needs image_size)",
     "captions:PATH": "a folder of images with texts beside them, in metadata.jsonl or metadata.csv "
     "(needs image_size); PATH#NAME: captions are called NAME there",
+    "videos:PATH": "a folder of films, folders of frames and pictures, perhaps with texts beside "
+    "them (needs a size, and frames)",
     "pairs:PATH": "a folder of pairs of images for --pulse-loss dpo, listed as winner, loser and "
     "text in metadata.jsonl or metadata.csv",
     "webdataset:PATH": "tars of images, with txt, json (PATH#NAME: NAME of it is the caption) or "
@@ -66,6 +74,18 @@ _UNNAMED = (
 _SHOWN = 3
 _NEXT = re.compile(rf",(?=(?:{'|'.join(IMAGES)}|latents):|(?:mnist|digits8)(?:,|$))")
 """Comma between two datasets, as opposed to a comma within a path."""
+
+
+@dataclass(frozen=True)
+class InpaintMasks:
+    """Masks of pictures that a backbone inpaints: a folder, or random ones of ``seed``."""
+
+    place: str = RANDOM
+    seed: int = 0
+
+
+NO_MASKS = InpaintMasks()
+"""Masks of a data command without a seed."""
 
 
 @dataclass(frozen=True)
@@ -103,18 +123,22 @@ def open_dataset(
     validation_fraction: float = 0.1,
     verify: bool = False,
     default_caption: str = "",
+    inpaint: InpaintMasks = NO_MASKS,
+    images: OpenedImages | None = None,
 ) -> tuple[DiffusionDataset, DiffusionDataset]:
     """(training, validation) of the dataset ``spec`` (see ``OPTIONS``).
 
     ``wanted`` are the backbone's inputs: images are resized to their shape, and the datasets have
     exactly their fields. ``channels`` is for image folders, ``default_caption`` for images without
-    a caption. Raises DataError, listing the options, if ``spec`` is unknown or names several
-    datasets. Also raises DataError with all inputs that the backbone cannot take or lacks.
+    a caption, ``inpaint`` for backbones that inpaint. Raises DataError, listing the options, if
+    ``spec`` is unknown or names several datasets. Also raises DataError with all inputs that the
+    backbone cannot take or lacks.
     """
     if len(names := names_of(spec)) > 1:
         raise DataError(spec, [f"it names {len(names)} datasets"], "Give one at a time.")
     shapes = () if wanted is None else (wanted,)
-    source = _open(spec, image_size, channels, shapes, verify, default_caption)
+    how = verify, default_caption
+    source = _open(spec, image_size, channels, shapes, *how, inpaint=inpaint, opened=images)
     ((train, validation),) = _split([(spec, source)], validation_fraction)
     return (train, validation) if wanted is None else _fitted(spec, train, validation, shapes)[1:]
 
@@ -163,6 +187,7 @@ def open_buckets(
     pairs: bool = False,
     prefixes: Sequence[str] = (),
     images: OpenedImages | None = None,
+    inpaint: InpaintMasks = NO_MASKS,
 ) -> tuple[DiffusionDataset, DiffusionDataset, tuple[int, ...]]:
     """(training, validation) of all comma-separated datasets in ``spec``, and the shape of each
     part.
@@ -180,7 +205,8 @@ def open_buckets(
     The datasets of ``validation``, if given, are validated on, and all of ``spec`` trained on. Each
     side then has an empty part of the other's datasets.
 
-    ``images`` are those that this start has opened.
+    ``images`` are those that this start has opened. ``inpaint`` are the masks of a backbone that
+    inpaints, of pictures.
     """
     names = names_of(spec)
     num_trained = len(names)
@@ -213,6 +239,7 @@ def open_buckets(
                     masks=of_samples,
                     prefix=prefix_of.get(name, prefixes[0] if len(prefixes) == 1 else ""),
                     opened=images,
+                    inpaint=inpaint if is_trained else replace(inpaint, place=RANDOM),
                 )
                 _require_pairs(name, source, pairs)
             opened.append((name, source))
@@ -276,7 +303,8 @@ def _by_shape(
     shapes = [np.array([half.shape_index(i) for i in range(len(half))]) for half in halves]
     for number, shape in enumerate(sorted({*shapes[0].tolist(), *shapes[1].tolist()})):
         one = wanted[shape]
-        fields = {name: spec for name, spec in one.fields.items() if name == CONDITIONING}
+        pictures = (CONDITIONING, *INPAINTING)
+        fields = {name: spec for name, spec in one.fields.items() if name in pictures}
         first, second = (
             OfShape(half, np.flatnonzero(own == shape), shape, one.shape, fields)
             for half, own in zip(halves, shapes, strict=True)
@@ -292,13 +320,19 @@ def open_by_shape(
     verify: bool = False,
     default_caption: str = "",
     images: OpenedImages | None = None,
+    inpaint: InpaintMasks = NO_MASKS,
 ) -> tuple[np.ndarray, dict[int, DiffusionDataset]]:
     """(shape of each sample, all samples of each shape) of one dataset of pictures.
 
     Shapes are indices in ``wanted``. Raises DataError as ``open_dataset`` does.
     """
     source = _open(
-        spec, wanted=wanted, verify=verify, default_caption=default_caption, opened=images
+        spec,
+        wanted=wanted,
+        verify=verify,
+        default_caption=default_caption,
+        opened=images,
+        inpaint=inpaint,
     )
     none = Subset(source, np.arange(0))
     order = np.array([source.shape_index(i) for i in range(len(source))])
@@ -439,6 +473,7 @@ def _open(
     masks: str | None = None,
     prefix: str = "",
     opened: OpenedImages | None = None,
+    inpaint: InpaintMasks = NO_MASKS,
 ) -> DiffusionDataset:
     """All samples of one dataset, before any split; at least two. Pictures of the ``wanted`` shapes
     are not yet divided."""
@@ -446,7 +481,7 @@ def _open(
     kind, path, column = named.kind, named.path, named.column
     if wanted and kind != "latents":
         channels = wanted[0].shape[0]
-        image_size = [(height, width) for _, height, width in (one.shape for one in wanted)]
+        image_size = [(*one.shape[-2:], *one.shape[1:-2]) for one in wanted]
     fields = wanted[0].fields if wanted else NO_FIELDS
     source: DiffusionDataset
     if spec in DIGIT_SOURCES:
@@ -457,12 +492,20 @@ def _open(
                 "Give the backbone one shape, or pictures of several.",
             )
         side = image_size if image_size is None or isinstance(image_size, int) else image_size[0][0]
+        if wanted and len(wanted[0].shape) > 3:
+            fault = f"the backbone takes {_size(wanted[0].shape)}, and digits are pictures"
+            raise DataError(f"dataset {spec}", [fault], "Give videos:PATH, or latents of videos.")
         source = all_digits(spec, side)
     elif kind in IMAGES and path:
         if image_size is None:
             raise DataError(spec, ["images need a size"], "Give --image-size or --resolution.")
         if kind in ARCHIVES:
-            _require_no_companions(spec, fields, masks)
+            asked = {
+                "control pictures": CONDITIONING in fields,
+                "masks (--pulse-masks)": masks is not None,
+                "masks (--pulse-inpaint-masks)": inpaint.place != RANDOM,
+            }
+            _require_no_companions(spec, asked)
         listed = (opened or OpenedImages()).listed(kind, path, column, default_caption)
         files = listed.resized(image_size, channels, fields)
         if verify:
@@ -474,6 +517,9 @@ def _open(
         if masks is not None:
             with naming("--pulse-masks"):
                 source = Masked(source, files, Path(masks), verify)
+        if reads_masks(fields) and inpaint.place != RANDOM:
+            with naming("--pulse-inpaint-masks"):
+                source = MaskedByFiles(source, files, Path(inpaint.place), verify)
     elif kind == "latents" and path:
         source = (
             LatentStores(Path(path), verify, [one.shape for one in wanted])
@@ -482,6 +528,8 @@ def _open(
         )
     else:
         raise no_dataset(f"there is no dataset {spec!r}")
+    if kind != "latents" and reads_masks(fields) and not reads_masks(source.fields):
+        source = RandomlyMasked(source, inpaint.seed)
     if source.has_pairs and len(source) < 4:
         raise DataError(spec, [f"it has {len(source) // 2} pair(s)"], "Training needs 2 or more.")
     if len(source) < 2:
@@ -489,9 +537,8 @@ def _open(
     return source
 
 
-def _require_no_companions(spec: str, fields: Mapping[str, FieldSpec], masks: str | None) -> None:
+def _require_no_companions(spec: str, asked: Mapping[str, bool]) -> None:
     """Raise DataError if pictures beside those of an archive are asked for."""
-    asked = {"control pictures": CONDITIONING in fields, "masks (--pulse-masks)": masks is not None}
     faults = [f"{what} belong to files in folders" for what, is_so in asked.items() if is_so]
     if faults:
         raise DataError(spec, faults, "Give folder:PATH or captions:PATH.")

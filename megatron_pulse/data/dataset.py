@@ -97,6 +97,8 @@ class Variation:
       leaves the caption as it is.
 
     - ``patch``: (down, across), place of a patch in [0, 1) of its free way.
+
+    - ``start``: place of a clip's first frame in [0, 1) of its free way; None for the middle.
     """
 
     flip: bool = False
@@ -104,6 +106,7 @@ class Variation:
     tag_order: int | None = None
     keep_tags: int = 0
     patch: tuple[float, float] | None = None
+    start: float | None = None
 
 
 class DiffusionDataset(ABC):
@@ -275,6 +278,10 @@ class DiffusionDataset(ABC):
         """``pixel_size`` of the samples with this ``shape_index``."""
         return self.pixel_size
 
+    def frames_of(self, shape: int) -> int:
+        """Number of frames of the samples with this ``shape_index``; 1 of pictures."""
+        return self.image_shape[1] if len(self.image_shape) > 3 else 1
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Sample with ``image``, ``label`` and ``index`` (int64 scalars), and its ``fields``."""
         if not 0 <= index < len(self):
@@ -407,6 +414,9 @@ class Derived(DiffusionDataset):
     def pixels_of(self, shape: int) -> tuple[int, int]:
         return self.source.pixels_of(shape)
 
+    def frames_of(self, shape: int) -> int:
+        return self.source.frames_of(shape)
+
 
 class Subset(Derived):
     """Samples of ``source`` at ``indices``, renumbered from 0."""
@@ -440,6 +450,10 @@ class OfShape(Subset):
         self.image_shape, self.num_shapes = image_shape, 1
         self.fields = {**self.fields, **fields}
         self._pixel_size = source.pixels_of(shape)
+        self._num_frames = source.frames_of(shape)
+
+    def frames_of(self, shape: int) -> int:
+        return self._num_frames
 
     @property
     def pixel_size(self) -> tuple[int, int]:

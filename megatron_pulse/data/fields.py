@@ -11,6 +11,7 @@ Some other fields have a default if the data lacks them:
 ``resolution``      PixArt's (height, width)
 ``aspect_ratio``    PixArt's (height / width,)
 ``patch_corner``    (0, 0): a whole sample, in patch-wise training
+``added_time_ids``  SVD's (frames a second - 1, motion bucket, noise augmentation): (6, 127, 0)
 ==================  =========================================================================
 
 In ``time_ids`` and ``image_meta_size``, the first height and width are those of the image file. The
@@ -20,7 +21,8 @@ the field ``framing``. In sampling the image is the requested picture, without a
 
 Dropping a sample's conditioning for classifier-free guidance turns states to zeros (or to the
 data's null values) and their masks to ones. Fields that describe the picture's format (all above
-but the masks) stay. So does a control image (``conditioning``, see ``images/conditioning.py``).
+but the masks) stay. So do a control image (``conditioning``, see ``images/conditioning.py``) and
+appended fields (``backbone/appended_fields.py``), but for SVD's ``image_latent``.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from megatron_pulse.backbone.appended_fields import APPENDED, IMAGE_LATENT
 from megatron_pulse.backbone.shape_buckets import PATCH_CORNER
 from megatron_pulse.data.captions import Encoded, Tokenizes
 from megatron_pulse.data.dataset import (
@@ -50,7 +53,10 @@ FRAMING = "framing"
 FRAMING_SPEC = FieldSpec((6,), "int64")
 SIZES = frozenset({"time_ids", "image_meta_size", "resolution", "aspect_ratio"})
 """Fields that describe a picture's size."""
-KEPT = frozenset({"guidance", CONDITIONING, FRAMING, PATCH_CORNER, *SIZES})
+KEPT = frozenset(
+    {"guidance", CONDITIONING, FRAMING, PATCH_CORNER, "added_time_ids", *SIZES}
+    | APPENDED - {IMAGE_LATENT}
+)
 """Fields that a dropped sample keeps."""
 
 
@@ -144,6 +150,7 @@ def default_value(name: str, spec: FieldSpec, framing: Framing) -> Tensor | None
         "resolution": [height, width],
         "aspect_ratio": [height / width],
         PATCH_CORNER: [0, 0],
+        "added_time_ids": [6, 127, 0],
     }
     if name.endswith("_mask"):
         return torch.ones(spec.shape, dtype=spec.torch_dtype)

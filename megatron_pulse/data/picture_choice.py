@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron_pulse.data.images.shapes import AUTO, MOST_BUCKETS, STEP, read_shapes
-from megatron_pulse.dataclass_flags import BELOW_ONE, FROM_ONE, FROM_ZERO, flag
+from megatron_pulse.dataclass_flags import ABOVE_ZERO, BELOW_ONE, FROM_ONE, FROM_ZERO, flag
 from megatron_pulse.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 BUCKETS = "buckets"
 """Option of backbones that lists their shapes, HEIGHTxWIDTH in the sizes of samples."""
+
+RANDOM = "random"
+"""Masks of inpainting that are drawn, in place of a folder of masks."""
 
 
 def _buckets(choice: ShapeChoice) -> str | None:
@@ -87,6 +90,20 @@ class ShapeChoice:
         return max((self.resolution or 0) // 4, 1) if small else STEP
 
 
+@dataclass(frozen=True)
+class ClipChoice:
+    """Frames of clips."""
+
+    fps: float | None = flag(
+        "frames a second of clips, by the films' time stamps (default: each film's own frames)",
+        metavar="R",
+        within=ABOVE_ZERO,
+    )
+    frame_stride: int = flag(
+        "every so many frames are one of a clip (default 1)", 1, metavar="N", within=FROM_ONE
+    )
+
+
 def _keep_tags(choice: AugmentationChoice) -> str | None:
     return "is for shuffled tags" if choice.keep_tags and not choice.shuffle_tags else None
 
@@ -102,6 +119,9 @@ class AugmentationChoice:
         within=BELOW_ONE,
     )
     crop: Literal["center", "random"] = flag("place of the crop (default center)", "center")
+    clip_start: Literal["middle", "random"] = flag(
+        "place of clips in their films in training (default random); validation: middle", "random"
+    )
     shuffle_tags: bool = flag("draw the order of captions' tags", False)
     keep_tags: int = flag(
         "first tags that keep their place (default 0)",
@@ -125,5 +145,7 @@ class AugmentationChoice:
         return Augmentation(self.flip, random_crop, self.shuffle_tags, self.keep_tags)
 
 
-AUGMENTATION: Sequence[str] = ("flip", "crop", "shuffle_tags", "keep_tags", "caption_prefix")
+AUGMENTATION: Sequence[str] = (
+    *("flip", "crop", "clip_start", "shuffle_tags", "keep_tags", "caption_prefix"),
+)
 """Fields of AugmentationChoice."""

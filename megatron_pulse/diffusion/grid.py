@@ -1,4 +1,4 @@
-"""PNG files of samples: a sheet of all samples, or one file for each."""
+"""Files of samples: a sheet of all samples, also animated, or one file for each."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_pulse.files import replacing, replacing_folder
 from megatron_pulse.fonts import runs
+from megatron_pulse.mp4 import write_mp4
 
 _CAPTION_HEIGHT = 12
 _TEXT_SIZE = 10
@@ -28,6 +29,38 @@ def save_grid(
 
     ``labels`` are written under the images; ``scale`` enlarges each pixel. Returns ``path``.
     """
+    grid = _grid(images, columns, labels, scale)
+    with replacing(path) as beside:
+        grid.save(beside, format="PNG")
+    return Path(path)
+
+
+def save_animation(
+    videos: Tensor,
+    path: Path,
+    columns: int,
+    labels: Sequence[object] | None = None,
+    scale: int = 1,
+    fps: float = 16.0,
+) -> Path:
+    """Write ``videos [n, f, c, h, w]`` side by side, as an animated GIF or an MP4 (by PyAV).
+
+    Frames are sheets as of ``save_grid``. Raises UserError for an MP4 without PyAV.
+    """
+    frames = [_grid(each, columns, labels, scale) for each in videos.unbind(1)]
+    with replacing(path) as beside:
+        if path.suffix.lower() == ".gif":
+            lasting = max(1, round(1000 / fps))
+            more = {"append_images": frames[1:], "duration": lasting, "loop": 0}
+            frames[0].save(beside, format="GIF", save_all=True, **more)
+        else:
+            write_mp4([np.asarray(frame) for frame in frames], beside, fps)
+    return path
+
+
+def _grid(
+    images: Tensor, columns: int, labels: Sequence[object] | Tensor | None, scale: int
+) -> Image.Image:
     count, channels, height, width = images.shape
     if channels not in (1, 3):
         raise ValueError(f"save_grid draws 1 or 3 channels, got {channels}; decode latents first")
@@ -46,9 +79,7 @@ def save_grid(
         if labels is not None:
             label = labels[i].item() if isinstance(labels, Tensor) else labels[i]
             _write(pen, x, y + height * scale, str(label), width * scale)
-    with replacing(path) as beside:
-        grid.save(beside, format="PNG")
-    return Path(path)
+    return grid
 
 
 def save_pictures(images: Tensor, folder: Path) -> list[Path]:

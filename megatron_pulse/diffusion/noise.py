@@ -33,6 +33,7 @@ class Stream(IntEnum):
     VARIATION = 9
     PATCH_SIZE = 10
     ENCODER_DROPOUT = 11
+    INPAINT_MASK = 12
 
 
 class Draw(NamedTuple):

@@ -1,4 +1,4 @@
-"""Encoding and decoding of latents with a diffusers AutoencoderKL from a local folder."""
+"""Encoding and decoding of latents with an autoencoder of diffusers from a local folder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pulse.diffusion.noise import Stream, draw
+from megatron_pulse.diffusion.published import StoredTensors
 from megatron_pulse.encoders.encoder_piece import run_pieces
 from megatron_pulse.encoders.finite import CHECK, all_finite, not_finite
 from megatron_pulse.encoders.image_pieces import MOMENTS, PIXELS, image_pieces
@@ -21,8 +22,21 @@ from megatron_pulse.errors import UserError, format_faults
 _REMARK = "it may overflow in fp16 (its config.json does not set force_upcast to false)"
 
 
+_PICTURES = "AutoencoderKL"
+VIDEO_CLASSES = (
+    "AutoencoderKLWan",
+    "AutoencoderKLHunyuanVideo",
+    "AutoencoderKLCogVideoX",
+    "AutoencoderKLLTXVideo",
+    "AutoencoderKLMochi",
+)
+"""Classes that encode videos, several frames together."""
+_FRAMES_FIRST = "AutoencoderKLCogVideoX"
+_NORMALIZATION = ("latents_mean", "latents_std", "shift_factor")
+
+
 class AutoencoderError(UserError):
-    """Error for a folder without a usable AutoencoderKL."""
+    """Error for a folder without a usable autoencoder."""
 
 
 class Autoencoder:
@@ -32,9 +46,14 @@ class Autoencoder:
     unit variance. The scale is the configuration's ``scaling_factor``, divided per channel by
     ``latents_std`` if present. The shift is ``latents_mean`` per channel, or ``shift_factor``.
 
-    ``pieces`` are the encoder's layers. Images are encoded one at a time, since the bits may depend
-    on the batch size. ``dtype`` defaults to fp32. fp16 becomes fp32 too unless the configuration's
-    ``force_upcast`` is false, as in pipelines of SDXL; ``remark`` then says so.
+    An autoencoder of videos (``VIDEO_CLASSES``) takes pixels ``[b, c, F, h, w]``, with F - 1 a
+    multiple of its ``frame_factor``, and pictures as videos of one frame. Its latents are ``[b, c',
+    f, h', w']``, CogVideoX's ``[b, f, c', h', w']`` as its transformer takes them. One of pictures
+    takes videos frame by frame.
+
+    ``pieces`` are the encoder's layers, of pictures alone. Images are encoded one at a time, since
+    the bits may depend on the batch size. ``dtype`` defaults to fp32. fp16 becomes fp32 too unless
+    the configuration's ``force_upcast`` is false, as in pipelines of SDXL; ``remark`` then says so.
 
     Nothing is downloaded: ``folder`` holds ``config.json`` and the weights. Without ``weighs`` the
     weights are not loaded, and the object can neither encode nor decode. Raises AutoencoderError
@@ -45,7 +64,6 @@ class Autoencoder:
         self, folder: str | Path, dtype: torch.dtype = torch.float32, weighs: bool = True
     ) -> None:
         import diffusers
-        from diffusers import AutoencoderKL
 
         if faults := files_amiss(Path(folder)):
             raise AutoencoderError(
@@ -53,12 +71,15 @@ class Autoencoder:
             )
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            config: Any = AutoencoderKL.load_config(str(folder), local_files_only=True)
-            named = config.get("_class_name", AutoencoderKL.__name__)
-            if named != AutoencoderKL.__name__:
-                raise UserError(f"its config.json describes {named}")
+            config: Any = diffusers.AutoencoderKL.load_config(str(folder), local_files_only=True)
+            named = config.get("_class_name", _PICTURES)
+            if named not in (_PICTURES, *VIDEO_CLASSES):
+                known = ", ".join((_PICTURES, *VIDEO_CLASSES))
+                raise UserError(f"its config.json describes {named}; known are {known}")
+            if config.get("timestep_conditioning"):
+                raise UserError("its decoder is conditioned on a timestep, which is unsupported")
             with torch.device("meta"), silently(diffusers.utils.logging):
-                model: Any = AutoencoderKL.from_config(config)
+                model: Any = getattr(diffusers, named).from_config(config)
             tensors = stored(Path(folder), "diffusers", weighs)
             require_layers(tensors, model)
             self.dtype = _dtype(dtype, model.config)
@@ -68,20 +89,30 @@ class Autoencoder:
             if weighs and tensors is not None:
                 load(model, tensors, self.dtype)
                 model = model.to(self.device)
+            normalization = _stored_normalization(named, model.config, tensors)
         except Exception as error:  # diffusers raises many types
             reason = str(error) or type(error).__name__
             if not isinstance(error, UserError):
                 reason = reason.splitlines()[0]
             raise AutoencoderError(
-                f"{folder} cannot be read as a diffusers AutoencoderKL: {reason}"
+                f"{folder} cannot be read as a diffusers autoencoder: {reason}"
             ) from error
         self.folder = Path(folder)
         self.model = model.eval().requires_grad_(False)
-        self.pieces = image_pieces(self.model)
-        self.latent_channels = int(model.config.latent_channels)
-        self.scale, self.shift = _normalization(folder, model.config)
+        self.is_video = named in VIDEO_CLASSES
+        self.frames_first = named == _FRAMES_FIRST
+        """True if latents are ``[b, f, c', h', w']``."""
+        self.pieces = () if self.is_video else image_pieces(self.model)
+        self.latent_channels = int(config.get("z_dim") or model.config.latent_channels)
+        self.scale, self.shift = _normalization(folder, self.latent_channels, normalization)
         self.in_channels = int(model.config.in_channels)
-        self.factor = 2 ** (len(model.config.block_out_channels) - 1)
+        self.frame_factor = 1
+        """Frames of pixels for a frame of latents, after the first."""
+        if self.is_video:
+            patch = config.get("patch_size") or 1 if named == "AutoencoderKLWan" else 1
+            self.in_channels = int(model.config.out_channels) // patch**2
+            self.frame_factor = _frame_factor(model)
+        self.factor = _factor(model)
 
     @torch.no_grad()
     def encode(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -95,22 +126,35 @@ class Autoencoder:
 
     def posterior(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(mean, standard deviation) of the images' normalised latents."""
+        if self.is_video and images.dim() == 4:
+            images = images.unsqueeze(2)
         moments = torch.cat([self._moments(image) for image in images.split(1)])
         if not all_finite({MOMENTS: moments}):
             fault = not_finite(f"autoencoder {self.folder}", self.dtype)
             raise AutoencoderError(f"{fault}. {CHECK}")
-        mean, deviation = self.normalized(moments)
-        return mean.to(images.device), deviation.to(images.device)
+        found = [each.to(images.device) for each in self.normalized(moments)]
+        mean, deviation = (x.transpose(1, 2) if self.frames_first else x for x in found)
+        return mean, deviation
+
+    def latent_shape(self, pixels: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the latents of a picture ``(c, h, w)`` or a video ``(c, F, h, w)``."""
+        _, *frames, height, width = pixels
+        sides = height // self.factor, width // self.factor
+        if self.is_video:
+            frames = [((frames or [1])[0] - 1) // self.frame_factor + 1]
+        if self.frames_first:
+            return (*frames, self.latent_channels, *sides)
+        return (self.latent_channels, *frames, *sides)
 
     def normalized(self, moments: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise ``moments [b, 2c', h', w']``, the output of the last piece.
+        """Normalise ``moments [b, 2c', ...]``, the output of the last piece.
 
-        Returns (mean, standard deviation) of latents, fp32 ``[b, c', h', w']``.
+        Returns (mean, standard deviation) of latents, fp32 ``[b, c', ...]``.
         """
         mean, log_variance = moments.float().chunk(2, dim=1)
         deviation = torch.exp(0.5 * log_variance.clamp(-30, 20))
-        scale = self.scale.to(mean)
-        return (mean - self.shift.to(mean)) * scale, deviation * scale
+        scale, shift = self._normalization_of(mean)
+        return (mean - shift) * scale, deviation * scale
 
     def made_by(self, typed: bool = True) -> str:
         """Provenance of the latents: class, digest of the weights, scale and shift; dtype if
@@ -126,16 +170,29 @@ class Autoencoder:
         )
         return f"scale {scale}, shift {shift}"
 
+    def _normalization_of(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """(scale, shift) for ``latents [b, c', ...]``."""
+        sides = [1] * (latents.dim() - 2)
+        return self.scale.to(latents).view(-1, *sides), self.shift.to(latents).view(-1, *sides)
+
     def _moments(self, image: Tensor) -> Tensor:
-        given = {PIXELS: image.to(self.device, self.dtype)}
-        return run_pieces(self.pieces, given)[MOMENTS]
+        """Moments of one picture or video."""
+        pixels = image.to(self.device, self.dtype)
+        if self.is_video:
+            moments: Tensor = self.model.encode(pixels).latent_dist.parameters
+            return moments
+        if pixels.dim() == 5:  # frame by frame
+            frames = [self._moments(frame) for frame in pixels[0].transpose(0, 1).split(1)]
+            return torch.cat(frames).transpose(0, 1)[None]
+        return run_pieces(self.pieces, {PIXELS: pixels})[MOMENTS]
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode latents to pixels in [-1, 1]."""
+        """Decode latents to pixels in [-1, 1]: ``[b, c, h, w]``, of videos ``[b, c, F, h, w]``."""
         latents = latents.to(self.device)
-        scaled = latents / self.scale.to(latents) + self.shift.to(latents)
-        pixels = self.model.decode(scaled.to(self.dtype)).sample.float()
+        inner = latents.transpose(1, 2) if self.frames_first else latents
+        scale, shift = self._normalization_of(inner)
+        pixels = self.model.decode((inner / scale + shift).to(self.dtype)).sample.float()
         if not all_finite({PIXELS: pixels}):  # clamped, infinite ones would pass for white
             raise AutoencoderError(self._decodes_wrongly(latents))
         return cast(Tensor, pixels.clamp(-1, 1)).to(latents.device)
@@ -172,13 +229,45 @@ def posterior_noise(seed: int, sample: int, position: int, shape: tuple[int, ...
 
 def _dtype(asked: torch.dtype, config: Mapping[str, Any]) -> torch.dtype:
     """Dtype of the autoencoder; fp16 becomes fp32 if config.json warns of overflow."""
-    upcast = asked == torch.float16 and config["force_upcast"]
+    upcast = asked == torch.float16 and config.get("force_upcast", False)
     return torch.float32 if upcast else asked
 
 
-def _normalization(folder: str | Path, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _stored_normalization(
+    named: str, config: Mapping[str, Any], tensors: StoredTensors | None
+) -> dict[str, Any]:
+    """Settings of the normalisation; LTX keeps means and deviations with the weights."""
+    found = {name: config.get(name) for name in _NORMALIZATION}
+    found["scaling_factor"] = config.get("scaling_factor", 1.0)
+    for name in ("latents_mean", "latents_std"):
+        if named == "AutoencoderKLLTXVideo" and tensors is not None and name in tensors:
+            found[name] = tensors[name].float().tolist()
+    return found
+
+
+def _factor(model: Any) -> int:
+    """Pixels of a latent along a side."""
+    if (ratio := vars(model).get("spatial_compression_ratio")) is not None:
+        return int(ratio)
+    return int(2 ** (len(model.config.block_out_channels) - 1))
+
+
+def _frame_factor(model: Any) -> int:
+    """Frames of a frame of latents, after the first."""
+    config = model.config
+    ratios = (
+        vars(model).get("temporal_compression_ratio"),
+        config.get("scale_factor_temporal"),
+        config.get("temporal_compression_ratio"),
+    )
+    return int(next(ratio for ratio in ratios if ratio is not None))
+
+
+def _normalization(
+    folder: str | Path, channels: int, config: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
     """(scale, shift) of latents, ``[c, 1, 1]`` or ``[1, 1, 1]``; raises AutoencoderError."""
-    channels, faults = int(config["latent_channels"]), []
+    faults = []
     by_channel = {}
     for name in ("latents_mean", "latents_std"):
         if (values := config.get(name)) is not None:

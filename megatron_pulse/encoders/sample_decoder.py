@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 MIN_SIDE = 56
 """Smallest side in pixels to which pictures on a sheet are enlarged."""
+FPS = 16.0
+"""Default frames a second of an animation."""
 MOST_FRAMES = 16
 """Frames of a video on a sheet; a longer one is sampled evenly from the first to the last."""
 
@@ -48,6 +50,8 @@ class SampleDecoder:
     @property
     def frame_axis(self) -> int:
         """Frame axis of a batch of videos."""
+        if self.autoencoder is not None and self.autoencoder.frames_first:
+            return 1
         return 2 if self._channel_axis == 0 else 1
 
     def faults(
@@ -73,6 +77,11 @@ class SampleDecoder:
         """Pixels in [-1, 1]: ``[n, c, h, w]``, or for videos ``[n, f, c, h, w]``."""
         if samples.dim() == 4:
             return self._decoded(samples)
+        if self.autoencoder is not None and self.autoencoder.is_video:
+            import torch
+
+            videos = torch.cat([self.autoencoder.decode(part) for part in samples.split(1)])
+            return videos.transpose(1, 2)
         frames = samples.movedim(self.frame_axis, 1)
         return self._decoded(frames.flatten(0, 1)).unflatten(0, frames.shape[:2])
 
@@ -103,6 +112,20 @@ def write_sheet(
     scale = math.ceil(MIN_SIDE / pictures.shape[-1])
     save_grid(pictures, path, columns, captions, scale)
     return said
+
+
+def write_animation(
+    videos: Tensor, path: Path, columns: int, captions: Sequence[str], fps: float = FPS
+) -> dict[str, Any]:
+    """Write an animated sheet of videos ``[n, f, c, h, w]`` with ``columns`` in each row.
+
+    Returns the entries of the report.
+    """
+    from megatron_pulse.diffusion.grid import save_animation
+
+    scale = math.ceil(MIN_SIDE / videos.shape[-1])
+    save_animation(videos, path, columns, captions, scale, fps)
+    return {"sheet": str(path), "fps": fps}
 
 
 def write_folder(pictures: Tensor, folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from megatron_pulse.data.build import DataName, names_of
 from megatron_pulse.data.images.shapes import AUTO, Size, read_shapes
 from megatron_pulse.data.latents.layout import META, Meta
 from megatron_pulse.data.latents.stores import has_index, store_folders
-from megatron_pulse.data.opened_images import OpenedImages
+from megatron_pulse.data.opened_images import VIDEOS, OpenedImages
 from megatron_pulse.data.picture_choice import BUCKETS
 from megatron_pulse.data.picture_shapes import picture_shapes
 from megatron_pulse.encoders.autoencoder import Autoencoder
@@ -51,23 +51,29 @@ def with_data_shapes(
             )
         return options
     kinds = {DataName.of(name).kind for name in names_of(data)}
+    if asked and VIDEOS in kinds:
+        raise UserError(
+            "--pulse-resolution and --pulse-buckets are for pictures. Give clips the shapes of the "
+            "model: --pulse-option buckets=FRAMESxHEIGHTxWIDTH,..."
+        )
     if asked:
         if kinds == {"latents"}:
             raise UserError(
                 "--pulse-resolution and --pulse-buckets are for pictures; latents have the shapes "
                 "with which they were written"
             )
-        factor, shapes = _factor(options), _kept(options, start)
+        factor = _factor(options)
+        shapes: list[tuple[int, ...]] = [*_kept(options, start)]
         if not shapes:
             pixels = picture_shapes(data, choice, factor, options.default_caption, images)
-            shapes = _in_latents(pixels, factor)
+            shapes = [*_in_latents(pixels, factor)]
     elif kinds == {"latents"}:
         shapes = _stored(data)
     else:
         return options
     if len(shapes) < 2 and not asked:
         return options
-    given = {BUCKETS: ",".join(f"{height}x{width}" for height, width in shapes)}
+    given = {BUCKETS: ",".join("x".join(map(str, shape)) for shape in shapes)}
     # Beside shapes, texts would have their default length.
     texts = with_texts_of(options.backbone, options.options, options.encoders)
     given |= {name: str(n) for name, n in texts.items() if name not in options.options}
@@ -114,12 +120,11 @@ def _in_latents(shapes: Sequence[Size], factor: int) -> list[Size]:
     return [(height // factor, width // factor) for height, width in shapes]
 
 
-def _stored(data: str) -> list[Size]:
-    """Shapes of the stores of ``data``."""
+def _stored(data: str) -> list[tuple[int, ...]]:
+    """Shapes of the stores of ``data``: (height, width), or (frames, height, width) of videos."""
     folders = list[Path]()
     for name in names_of(data):
         place = Path(DataName.of(name).path)
         folders += store_folders(place) if has_index(place) else [place]
     layouts = [Meta.load(folder).layout for folder in folders if (folder / META).is_file()]
-    sizes = [layout.shape[-2:] for layout in layouts]
-    return list(dict.fromkeys((height, width) for height, width in sizes))
+    return list(dict.fromkeys(layout.shape[1:] for layout in layouts))

@@ -256,7 +256,14 @@ def loop_encoders(options: PulseOptions, backbone: Backbone) -> LoopEncoders | N
     used = [*(there if texts else ()), *([VAE] if autoencodes else [])]
     faults += weight_faults(folder, used)
     if autoencodes and not faults:
-        made = Autoencoder(folder / VAE, weighs=False).latent_channels
+        autoencoder = Autoencoder(folder / VAE, weighs=False)
+        made = autoencoder.latent_channels
+        if autoencoder.is_video:
+            faults.append(
+                f"--pulse-encoders {folder}: {VAE}/ encodes videos, ahead of training alone: "
+                f"'pulse data write-latents --from {options.data} --encoders {folder} --backbone "
+                "NAME'"
+            )
         if made != channels:
             faults.append(
                 f"--pulse-encoders {folder}: {VAE}/ makes latents of {made} channels, but "

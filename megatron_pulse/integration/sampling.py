@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_pulse.backbone.appended_fields import APPENDED, IMAGE_LATENT, INPAINTING, KNOWN_VIDEO
 from megatron_pulse.backbone.chain import COMPUTE, Backbone
 from megatron_pulse.backbone.shape_buckets import PATCH_CORNER
 from megatron_pulse.data.captions import WordEncoder
@@ -20,6 +21,7 @@ from megatron_pulse.data.data_record import recorded_data, recorded_provenance
 from megatron_pulse.data.dataset import LATENT, Framing
 from megatron_pulse.data.fields import SIZES, constants, made_otherwise
 from megatron_pulse.data.images.conditioning import CONDITIONING
+from megatron_pulse.data.picture_choice import RANDOM
 from megatron_pulse.diffusion.noise import diffusers_noises
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import FlowGrid, ProcessChoice, SamplingNoise
@@ -94,7 +96,7 @@ class TrainedModel:
         Training on ``captions:`` data encodes words without a text encoder.
         """
         data = self.arguments.pulse_data or "unknown data"
-        if data.startswith(("captions:", "pairs:")):
+        if data.startswith(("captions:", "pairs:", "videos:")):
             return ""
         return (
             f"{self.folder} was trained on {data} without captions, so its text encoders are "
@@ -254,11 +256,13 @@ def _request(model: TrainedModel, count: int, given: Fields, null: Fields) -> Re
         given = {PATCH_CORNER: torch.zeros(count, 2, dtype=torch.int64), **given}
     read = set(model.backbone.batch_fields) - {"timesteps"}
     if lacking := read - set(given):
-        with_ = ["--prompt"] if lacking - {CONDITIONING} else []
+        with_ = ["--prompt"] if lacking - {CONDITIONING} - APPENDED else []
         with_ += ["--control-image"] if CONDITIONING in lacking else []
+        with_ += ["--image and --mask"] if lacking & {*INPAINTING} else []
+        with_ += ["--image"] if lacking & {KNOWN_VIDEO, IMAGE_LATENT} else []
         raise ValueError(
             f"{model.backbone.name} also reads {', '.join(sorted(lacking))}. Give "
-            f"{' and '.join(with_)}, or --from-data"
+            f"{' and '.join(with_)}{', or ' * bool(with_)}--from-data"
         )
     if (no_class := model.backbone.null_label) is not None:
         null = {**null, "labels": torch.tensor(no_class)}
@@ -325,6 +329,7 @@ def trained_model(
     args = saved.arguments
     args.pulse_masks = None  # for training alone
     if data is not None:
+        args.pulse_inpaint_masks = RANDOM
         args.pulse_data, args.pulse_validation_data = data, None
     if backbone.takes_prediction and getattr(args, "pulse_self_conditioning", None) is None:
         raise ValueError(

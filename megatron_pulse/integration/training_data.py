@@ -15,20 +15,24 @@ from typing import Any
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_pulse.backbone.appended_fields import APPENDED
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.layer_selection import class_option
 from megatron_pulse.backbone.shape_buckets import PATCH_CORNER, at_shape
 from megatron_pulse.data.buckets import BucketSampler, buckets_of
-from megatron_pulse.data.build import no_data_named, open_buckets, unvaried
+from megatron_pulse.data.build import InpaintMasks, no_data_named, open_buckets, unvaried
 from megatron_pulse.data.captions import cut_short
 from megatron_pulse.data.data_record import DataRecord, record_of
 from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import WantedFields
+from megatron_pulse.data.images.inpainting import reads_masks
 from megatron_pulse.data.images.survey import require_readable, require_white, surveys
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
 from megatron_pulse.data.opened_images import OpenedImages
 from megatron_pulse.data.patchwise import PatchwiseSampler, patches_of
+from megatron_pulse.data.picture_choice import RANDOM, ClipChoice
 from megatron_pulse.data.sampler import MicrobatchSampler, PairSampler
+from megatron_pulse.data.videos.folder import VideoFolder
 from megatron_pulse.dataclass_flags import flag_name
 from megatron_pulse.diffusion.learned_sigma import variational_bound
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
@@ -164,8 +168,12 @@ class DiffusionData:
                 _require_sigma(chain)
         if options.data is None:
             raise no_data_named()
+        images = images or OpenedImages()
+        images.clips = options.clips
         self.in_loop = loop_encoders(options, backbone)
         """Encoders that the run applies itself."""
+        autoencodes = self.in_loop is not None and self.in_loop.autoencodes
+        _require_appended(options, backbone, autoencodes=autoencodes)
         wanted = [wanted_by(chain) for chain in chains]
         if self.in_loop is not None:
             wanted = [self.in_loop.unencoded(one) for one in wanted]
@@ -179,8 +187,15 @@ class DiffusionData:
                 pairs=self._loss.is_preference,
                 prefixes=options.augmented.caption_prefix,
                 images=images,
+                inpaint=InpaintMasks(options.inpaint_masks, seed),
             )
         self._augmentation = options.augmented.augmentation
+        if any(isinstance(source, VideoFolder) for source in self.train.sources):
+            random = options.augmented.clip_start == "random"
+            self._augmentation = replace(self._augmentation, random_start=random)
+        elif options.clips != ClipChoice():
+            fault = "--pulse-fps and --pulse-frame-stride are for films: it has none"
+            raise DataError(f"--pulse-data {options.data}", [fault], "Leave these flags out.")
         if faults := list(unvaried(self.train, self._augmentation)):
             remedy = "Leave these flags out, or give other data."
             raise DataError(f"--pulse-data {options.data}", faults, remedy)
@@ -595,6 +610,21 @@ def _require_encoders(what: str, data: DiffusionDataset, encoders: Collection[st
     ]
     if faults:
         raise DataError(what, faults, "Leave these encoders out.")
+
+
+def _require_appended(options: PulseOptions, backbone: Backbone, *, autoencodes: bool) -> None:
+    """Raise DataError if appended fields cannot be made, or a flag has none to make."""
+    what = f"backbone {backbone.name}"
+    appended = sorted(APPENDED & set(backbone.batch_fields))
+    if options.inpaint_masks != RANDOM and not reads_masks(appended):
+        fault = f"--pulse-inpaint-masks {options.inpaint_masks}: it reads no masks"
+        raise DataError(what, [fault], "Leave the flag out.")
+    if appended and autoencodes:
+        raise DataError(
+            what,
+            [f"it reads {', '.join(appended)}, which the autoencoder in the loop does not make"],
+            "Write latents first: 'pulse data write-latents --encoders DIR --backbone NAME'.",
+        )
 
 
 def _require_sigma(backbone: Backbone) -> None:

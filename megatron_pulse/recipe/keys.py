@@ -124,6 +124,11 @@ class Data:
         "probability of mirroring a picture", "--pulse-flip"
     )
     crop: Literal["center", "random"] | None = key("where pictures are cropped", "--pulse-crop")
+    fps: Positive | None = key("frames a second of clips", "--pulse-fps")
+    frame_stride: Count | None = key("every so many are taken", "--pulse-frame-stride")
+    clip_start: Literal["middle", "random"] | None = key(
+        "where clips begin in films", "--pulse-clip-start"
+    )
     shuffle_tags: bool = key("draw the order of captions' tags", "--pulse-shuffle-tags", False)
     keep_tags: Natural | None = key("first tags that keep their place", "--pulse-keep-tags")
     caption_prefix: Patterns = key(
@@ -132,6 +137,9 @@ class Data:
     default_caption: str | None = key("of pictures without one", "--pulse-default-caption")
     skip_corrupt: bool = key("replace unreadable pictures", "--pulse-skip-corrupt", False)
     masks: Text | None = key("folder of masks of the pictures, for the loss", "--pulse-masks")
+    inpaint_masks: Text | None = key(
+        "of an inpainting model: random, or a folder of masks", "--pulse-inpaint-masks"
+    )
     bucket_batch: Count | None = key("samples in a row of one shape", "--pulse-bucket-batch")
     workers: Natural | None = key("processes per rank that read samples", "--num-workers")
 

@@ -6,6 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from megatron_pulse.backbone.appended_fields import (
+    IMAGE_LATENT,
+    INPAINT_MASK,
+    MASKED_IMAGE,
+    inpaints,
+)
 from model_specs.derived.inputs import Config, Declared, Input, Known, SameInput, Sizes
 from model_specs.derived.token_and_video_inputs import TOKENS
 
@@ -69,11 +75,20 @@ def _unet_2d_condition(config: Config, size: Sizes) -> Declared:
             )
         width = width[0]
     labels, said = _labelled(config)
+    channels, sides = config.in_channels, (size.height, size.width)
+    appended = list[Input]()
+    if inpaints(channels, config.out_channels):
+        channels = config.out_channels
+        appended = [
+            Input(INPAINT_MASK, (1, *sides), appended=True),
+            Input(MASKED_IMAGE, (channels, *sides), appended=True),
+        ]
     inputs: list[Input | SameInput] = [
-        Input("sample", (config.in_channels, size.height, size.width)),
+        Input("sample", (channels, *sides)),
         _times(),
         Input("encoder_hidden_states", (size.text_length, width), field="context"),
         *labels,
+        *appended,
     ]
     if config.addition_embed_type == "text_time":
         pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
@@ -113,16 +128,16 @@ def _svd(config: Config, size: Sizes) -> Declared:
     ids = config.projection_class_embeddings_input_dim // config.addition_time_embed_dim
     width = config.cross_attention_dim
     width = width if isinstance(width, int) else width[0]
-    return Declared(
-        "sample",
-        "timestep",
-        (
-            Input("sample", (size.frames, config.in_channels, size.height, size.width)),
-            _times(),
-            Input("encoder_hidden_states", (1, width), field="context"),
-            Input("added_time_ids", (ids,), "float32"),
-        ),
-    )
+    channels, sides = config.out_channels, (size.height, size.width)
+    inputs = [
+        Input("sample", (size.frames, channels, *sides)),
+        _times(),
+        Input("encoder_hidden_states", (1, width), field="context"),
+        Input("added_time_ids", (ids,), "float32"),
+    ]
+    if more := config.in_channels - channels:
+        inputs.append(Input(IMAGE_LATENT, (size.frames, more, *sides), appended=True))
+    return Declared("sample", "timestep", tuple(inputs), channel_axis=2)
 
 
 def _kandinsky3(config: Config, size: Sizes) -> Declared:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -24,7 +26,8 @@ class Input:
 
     ``path`` is the keyword path (``added_cond_kwargs.time_ids``). ``shape`` is the shape of one
     sample. A dtype "compute" is the run's dtype. ``field`` is the name in a batch, by default the
-    module's name. The module takes ``rows`` rows for each sample.
+    module's name. The module takes ``rows`` rows for each sample. An ``appended`` input is none of
+    the module's own: it follows the noisy sample's channels (see ``appended_fields``).
     """
 
     path: str
@@ -32,6 +35,7 @@ class Input:
     dtype: str = COMPUTE
     field: str = ""
     rows: int = 1
+    appended: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Declared:
     ``sample`` is the path of the noisy sample and ``timestep`` the path of the times (see
     ``from_module``). ``num_classes`` and ``null_label`` are those of ``Backbone``. ``around`` wraps
     the module's forward. The wrapper packs latents into tokens and unpacks the prediction, as the
-    class's pipeline does.
+    class's pipeline does. ``channel_axis`` is that of a batch of samples, for appended inputs.
     """
 
     sample: str
@@ -61,6 +65,7 @@ class Declared:
     patch_size: int = 1
     output: int | None = None
     around: Around | None = None
+    channel_axis: int = 1
 
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments for ``from_module``."""
@@ -92,11 +97,34 @@ class Declared:
                 part.dropout_prob = 0.0
         if self.around is not None:
             module.forward = self.around(module.forward)
+        appended = [i.path for i in self.inputs if isinstance(i, Input) and i.appended]
+        if appended:
+            module.forward = _appending(module.forward, self.sample, appended, self.channel_axis)
         return module
 
     def make(self, dtype: str) -> Callable[[int], dict[str, Any]]:
         """Factory of example inputs by microbatch size, for the run's ``dtype``."""
         return lambda size: nested((i.path, _value(i, size, dtype)) for i in self.inputs)
+
+
+def _appending(
+    forward: Callable[..., Any], sample: str, appended: list[str], axis: int
+) -> Callable[..., Any]:
+    """``forward`` with inputs ``appended``, whose channels follow those of ``sample``."""
+    taken = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def call(**given: Any) -> Any:
+        import torch
+
+        parts = [given[sample], *(given.pop(name) for name in appended)]
+        return forward(**{**given, sample: torch.cat(parts, dim=axis)})
+
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in appended]
+    call.__signature__ = taken.replace(  # type: ignore[attr-defined]
+        parameters=[*taken.parameters.values(), *more]
+    )
+    return call
 
 
 type Config = SimpleNamespace

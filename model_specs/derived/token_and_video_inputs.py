@@ -6,6 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron_pulse.backbone.appended_fields import (
+    IMAGE_LATENT,
+    INPAINT_MASK,
+    KNOWN_MASK,
+    KNOWN_VIDEO,
+    MASKED_IMAGE,
+)
 from model_specs.derived.inputs import Around, Config, Declared, Input, Known, SameInput, Sizes
 
 _THOUSANDTH = 1e-3
@@ -29,6 +36,8 @@ def _packed(pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]) -> Ar
     return around
 
 
+_FLUX_PIXELS = 8 * 8
+"""Pixels of a position of FLUX.1's latents."""
 _SIDE = 2
 """Side of the square of latents that forms one Flux token."""
 
@@ -57,8 +66,20 @@ def _squares(size: Sizes) -> tuple[Around, int, int]:
 def _flux(config: Config, size: Sizes) -> Declared:
     """Flux: one token for each 2 x 2 square of latents; positions are constants."""
     packed, height, width = _squares(size)
+    predicted = config.out_channels or config.in_channels
+    channels, sides = predicted // _SIDE**2, (size.height, size.width)
+    more = (config.in_channels - predicted) // _SIDE**2
+    appended = list[Input]()
+    if more == channels + _FLUX_PIXELS:  # FLUX.1-Fill
+        appended = [
+            Input(MASKED_IMAGE, (channels, *sides), appended=True),
+            Input(INPAINT_MASK, (_FLUX_PIXELS, *sides), appended=True),
+        ]
+    elif more:
+        channels += more
     inputs: list[Input | SameInput] = [
-        Input("hidden_states", (config.in_channels // _SIDE**2, size.height, size.width)),
+        Input("hidden_states", (channels, *sides)),
+        *appended,
         Input("timestep", (), "float32"),
         Input(
             "encoder_hidden_states", (size.text_length, config.joint_attention_dim), field="context"
@@ -133,9 +154,24 @@ def _video(config: Config, size: Sizes) -> Input:
     return Input("hidden_states", (config.in_channels, size.frames, size.height, size.width))
 
 
+def _with_known_frames(
+    config: Config, size: Sizes, latent: str, num_mask: int, mask_first: bool
+) -> list[Input]:
+    """Noisy video, and a ``latent`` and a mask behind it if the config has channels for them."""
+    channels, sides = config.out_channels, (size.frames, size.height, size.width)
+    if config.in_channels != 2 * channels + num_mask:
+        return [_video(config, size)]
+    behind = [
+        Input(latent, (channels, *sides), appended=True),
+        Input(KNOWN_MASK, (num_mask, *sides), appended=True),
+    ]
+    ordered = behind[::-1] if mask_first else behind
+    return [Input("hidden_states", (channels, *sides)), *ordered]
+
+
 def _hunyuan_video(config: Config, size: Sizes) -> Declared:
     inputs = [
-        _video(config, size),
+        *_with_known_frames(config, size, IMAGE_LATENT, 1, mask_first=False),
         Input("timestep", (), "float32"),
         Input("encoder_hidden_states", (size.text_length, config.text_embed_dim), field="context"),
         Input("encoder_attention_mask", (size.text_length,), "int64", "context_mask"),
@@ -146,9 +182,13 @@ def _hunyuan_video(config: Config, size: Sizes) -> Declared:
     return Declared("hidden_states", "timestep", tuple(inputs))
 
 
+_WAN_FRAMES = 4
+"""Frames of a position of Wan's latents."""
+
+
 def _wan(config: Config, size: Sizes) -> Declared:
     inputs = [
-        _video(config, size),
+        *_with_known_frames(config, size, KNOWN_VIDEO, _WAN_FRAMES, mask_first=True),
         Input("timestep", (), "float32"),
         Input("encoder_hidden_states", (size.text_length, config.text_dim), field="context"),
     ]
@@ -194,8 +234,14 @@ def _cogvideox(config: Config, size: Sizes) -> Declared:
     frames += -frames % (config.patch_size_t or 1)
     height, width = config.sample_height, config.sample_width
     text = (config.max_text_seq_length, config.text_embed_dim)
+    channels, more = config.in_channels, config.in_channels - config.out_channels
+    appended = list[Input]()
+    if more == config.out_channels:
+        channels -= more
+        appended = [Input(IMAGE_LATENT, (frames, more, height, width), appended=True)]
     inputs: list[Input | SameInput] = [
-        Input("hidden_states", (frames, config.in_channels, height, width)),
+        Input("hidden_states", (frames, channels, height, width)),
+        *appended,
         Input("timestep", (), "float32"),
         Input("encoder_hidden_states", text, field="context"),
     ]
@@ -206,7 +252,7 @@ def _cogvideox(config: Config, size: Sizes) -> Declared:
         inputs.append(
             SameInput("image_rotary_emb", lambda b: _cogvideox_rotary(config, frames, grid))
         )
-    return Declared("hidden_states", "timestep", tuple(inputs))
+    return Declared("hidden_states", "timestep", tuple(inputs), channel_axis=2)
 
 
 def _cogvideox_rotary(config: Config, frames: int, grid: tuple[int, int]) -> Any:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_pulse.backbone.appended_fields import INPAINT_MASK, INPAINTING, MASKED_IMAGE
 from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from model_specs.common.deferred_build import builder, embedder
@@ -33,6 +34,9 @@ def chain_at(name: str, config: UNetConfig, height: int, width: int) -> Backbone
         assert config.cross_attention_dim is not None
         fields["context"] = TensorSpec((config.context_length, config.cross_attention_dim))
     fields |= config.patch_fields
+    if config.inpaints:
+        fields[INPAINT_MASK] = TensorSpec((1, height, width))
+        fields[MASKED_IMAGE] = TensorSpec((config.out_channels, height, width))
     return Backbone(
         name,
         _Chain(config, height, width).layers(embedded),
@@ -50,7 +54,8 @@ class _Chain:
         self.config = config
         self.on_images = builder("model_specs.unet.modules", config)
         self.on_tokens = builder("model_specs.unet.transformer", config)
-        self.image = TensorSpec((config.in_channels, height, width))
+        channels = config.out_channels if config.inpaints else config.in_channels
+        self.image = TensorSpec((channels, height, width))
         self.current: tuple[TensorSpec, ...] = (self.image,)
         self.stack: list[tuple[str, TensorSpec]] = []
         self.done: list[Layer] = []
@@ -62,8 +67,12 @@ class _Chain:
         time = self.on_images("TimeEmbedding")
         temb = {"temb": TensorSpec((config.temb_dim,))}
         self.done.append(embedder("time_embedding", time, self.image, temb, embedded))
-        first = "PositionedConv" if config.patchwise else "Conv"
-        self._convolve("conv_in", first, channels[0], push=True, uses=(*config.patch_fields,))
+        first, uses, more = "Conv", tuple(config.patch_fields), dict[str, int]()
+        if config.patchwise:
+            first = "PositionedConv"
+        elif config.inpaints:
+            first, uses, more = "InpaintingConv", INPAINTING, {"in_channels": config.in_channels}
+        self._convolve("conv_in", first, channels[0], push=True, uses=uses, **more)
         for level, depth in enumerate(config.transformer_depth):
             block = f"down_blocks.{level}"
             for j in range(config.layers_per_block):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron_pulse.backbone.appended_fields import inpaints
 from model_specs.common.config_faults import below
 from model_specs.common.options import fixed, run_choice
 from model_specs.common.sample_sizes import SAMPLES_ARE, SampleSizes
@@ -20,7 +21,8 @@ class UNetConfig(SampleSizes):
     published models have none. ``pooled_dim`` > 0 adds SDXL's embedding of a pooled text vector and
     ``num_time_ids`` numbers. ``channels_last`` is the memory format of convolutions; it changes
     values only by rounding. With ``patchwise``
-    two channels of coordinates follow the sample's in ``conv_in``.
+    two channels of coordinates follow the sample's in ``conv_in``. A model with ``in_channels`` of
+    2 ``out_channels`` + 1 inpaints: a mask and a masked picture follow the sample.
     """
 
     sample_size: int = run_choice(64, "convolutions and attention take any size")
@@ -53,6 +55,11 @@ class UNetConfig(SampleSizes):
     def temb_dim(self) -> int:
         """Width of the timestep embedding."""
         return 4 * self.block_out_channels[0]
+
+    @property
+    def inpaints(self) -> bool:
+        """True if a mask and a masked picture follow the sample (see ``appended_fields``)."""
+        return inpaints(self.in_channels, self.out_channels)
 
     @property
     def reads_context(self) -> bool:
@@ -91,6 +98,8 @@ class UNetConfig(SampleSizes):
                 f"num_heads: needs one value, or one for each of the {self.num_levels} levels, "
                 f"is {self.num_heads}"
             )
+        if self.patchwise and self.inpaints:
+            found.append("patchwise: inpainting models take whole pictures")
         return found or [*self._divisibility()]
 
     def _divisibility(self) -> list[str]:

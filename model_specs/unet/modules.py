@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from megatron_pulse.backbone.appended_fields import INPAINTING
 from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.shape_buckets import PATCH_CORNER
 from model_specs.common.layers import LayerModule, Named, Tensors, VectorMlp, timestep_embedding
@@ -112,6 +113,16 @@ class PositionedConv(Conv):
         )
         positioned = torch.cat([image, places.to(image)], dim=1)
         return super().forward((positioned,), skips, conditioning)
+
+
+class InpaintingConv(Conv):
+    """First convolution of an inpainting model: of the sample, the mask and the masked picture."""
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """``conditioning``: inpaint_mask [b, 1, h, w] and masked_image [b, c, h, w]."""
+        (image,) = inputs
+        parts = [image, *(conditioning[name].to(image.dtype) for name in INPAINTING)]
+        return super().forward((torch.cat(parts, dim=1),), skips, conditioning)
 
 
 class ConvOut(LayerModule):

@@ -92,7 +92,7 @@ def test_sample_writes_a_folder_of_pictures(
     )
     assert sample(trained, "-o", str(tmp_path / "a.jpg"), *flags, "--seed", str(2**64)) == 2
     said = capsys.readouterr().err
-    assert "must end in .png (a sheet), .safetensors" in said and "below 2^64" in said
+    assert "must end in .png (a sheet), .gif or .mp4 (videos)" in said and "below 2^64" in said
 
 
 def test_sample_writes_frames_of_videos(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from megatron_pulse.runtime.stage import Stage
 from megatron_pulse.tracing.input_leaves import leaves_of
 from model_specs.derived import rank0_messages, user_code
 from model_specs.derived.classes import CLASSES
+from model_specs.derived.inputs import Input
 from tests.tracing.zoo import make
 
 UNET = {
@@ -116,6 +117,10 @@ def test_classes_are_called_as_they_want(name: str) -> None:
         return {n: shape for n, shape in shapes.items() if n != "encoder_hidden_states_image"}
 
     inputs = called = declared.make("float32")(2)
+    for each in declared.inputs:
+        if isinstance(each, Input) and each.appended:
+            parts = inputs[declared.sample], inputs.pop(each.path)
+            inputs[declared.sample] = torch.cat(parts, dim=declared.channel_axis)
     if declared.around is not None:  # latents are packed, as a pipeline would
         latents = inputs["hidden_states"] = torch.randn_like(inputs["hidden_states"])
         called = {}

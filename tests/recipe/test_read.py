@@ -31,6 +31,7 @@ VALUES = {
     "data.workers": 2,
     "data.buckets": "512x768,768x512",
     "data.crop": "random",
+    "data.clip_start": "middle",
     "training.dtype": "bf16",
     "encoders.schedule": ["vae=fill"],
     "encoders.dtype": "bf16",

@@ -1,4 +1,4 @@
-"""Input of ``pulse sample --control-image``."""
+"""Pictures that ``pulse sample`` takes: ``--control-image``, and ``--image`` with ``--mask``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_pulse.backbone.chain import Backbone
+    from megatron_pulse.encoders.autoencoder import Autoencoder
 
 
 def controlled(
@@ -31,12 +32,7 @@ def controlled(
 
     if CONDITIONING not in backbone.batch_fields:
         raise UserError(f"--control-image: {backbone.name} has no control branch: leave it out")
-    rows = rows * len(files) if len(rows) == 1 else rows
-    files = [*files] * len(rows) if len(files) == 1 else files
-    if len(files) != len(rows):
-        raise UserError(
-            f"--control-image: {len(files)} pictures for {len(rows)} rows: give one, or as many"
-        )
+    rows, files = _one_for_each("--control-image", rows, files)
     spec = FieldSpec(backbone.batch_fields[CONDITIONING].shape)
     pictures: dict[Path, Tensor] = {}
     faults: list[str] = []
@@ -47,3 +43,108 @@ def controlled(
         raise UserError(summarize(faults))
     seen = torch.stack([pictures[file] for file in files])
     return rows, {CONDITIONING: seen.repeat_interleave(each, 0)}
+
+
+def inpainted(
+    files: Sequence[tuple[Path, Path]],
+    backbone: Backbone,
+    rows: list[Any],
+    each: int,
+    autoencoder: Autoencoder | None,
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """Rows of a sheet, and the fields of inpainting, of pairs of a picture and its mask.
+
+    Pairs belong to rows as pictures of ``controlled`` do. Pictures are encoded by ``autoencoder``,
+    to the means of their posteriors. Raises UserError, also if the backbone inpaints nothing.
+    """
+    if not files:
+        return rows, {}
+    import torch
+
+    from megatron_pulse.backbone.appended_fields import INPAINT_MASK, MASKED_IMAGE
+    from megatron_pulse.data.dataset import FieldSpec
+    from megatron_pulse.data.images.inpainting import mask_of_latents, masked_picture, reads_masks
+
+    if not reads_masks(backbone.batch_fields):
+        raise UserError(f"--image: {backbone.name} does not inpaint: leave it out")
+    rows, files = _one_for_each("--image", rows, files)
+    channels, height, width = backbone.batch_fields[MASKED_IMAGE].shape
+    of_mask = FieldSpec(backbone.batch_fields[INPAINT_MASK].shape)
+    pixels = FieldSpec((channels, height, width))
+    if autoencoder is not None:
+        factor = autoencoder.factor
+        pixels = FieldSpec((autoencoder.in_channels, height * factor, width * factor))
+    found: dict[tuple[Path, Path], dict[str, Tensor]] = {}
+    faults: list[str] = []
+    for pair in dict.fromkeys(files):
+        with collecting(faults):
+            found[pair] = masked_picture(*pair, pixels)
+    if faults:
+        raise UserError(summarize(faults))
+    if autoencoder is not None:
+        for fields in found.values():
+            fields[MASKED_IMAGE] = autoencoder.encode(fields[MASKED_IMAGE][None])[0]
+            fields[INPAINT_MASK] = mask_of_latents(fields[INPAINT_MASK], of_mask)
+    return rows, {
+        name: torch.stack([found[pair][name] for pair in files]).repeat_interleave(each, 0)
+        for name in (INPAINT_MASK, MASKED_IMAGE)
+    }
+
+
+def continued(
+    files: Sequence[Path],
+    backbone: Backbone,
+    rows: list[Any],
+    each: int,
+    autoencoder: Autoencoder | None,
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """Rows of a sheet, and the fields of a model that continues a first frame, of pictures.
+
+    Pictures belong to rows as those of ``controlled`` do. Raises UserError, also if the backbone
+    continues none.
+    """
+    if not files:
+        return rows, {}
+    import torch
+
+    from megatron_pulse.data.images.inpainting import one_picture
+    from megatron_pulse.encoders.first_frame import (
+        FIRST_FRAME,
+        first_frame_fields,
+        starts_from_frame,
+    )
+
+    if not starts_from_frame(backbone.batch_fields):
+        raise UserError(f"--image: {backbone.name} continues no frame; to inpaint needs --mask")
+    if autoencoder is None or not autoencoder.is_video:
+        raise UserError("--image: give the autoencoder of the model's videos, --vae")
+    rows, files = _one_for_each("--image", rows, files)
+    shapes = {name: s.shape for name, s in backbone.batch_fields.items() if name in FIRST_FRAME}
+    *_, height, width = backbone.sample_spec.shape
+    count = backbone.sample_spec.shape[0 if autoencoder.frames_first else 1]
+    count = (count - 1) * autoencoder.frame_factor + 1
+    channels, factor = autoencoder.in_channels, autoencoder.factor
+    found: dict[Path, dict[str, Tensor]] = {}
+    faults: list[str] = []
+    for file in dict.fromkeys(files):
+        with collecting(faults):
+            clip = torch.zeros(channels, count, height * factor, width * factor)
+            clip[:, 0] = one_picture(file, channels, (height * factor, width * factor))
+            found[file] = first_frame_fields(shapes, clip, autoencoder)
+    if faults:
+        raise UserError(summarize(faults))
+    return rows, {
+        name: torch.stack([found[file][name] for file in files]).repeat_interleave(each, 0)
+        for name in shapes
+    }
+
+
+def _one_for_each[File](
+    flag: str, rows: list[Any], files: Sequence[File]
+) -> tuple[list[Any], list[File]]:
+    """Rows and files, as many of the one as of the other; raises UserError for other counts."""
+    rows = rows * len(files) if len(rows) == 1 else rows
+    each = [*files] * len(rows) if len(files) == 1 else [*files]
+    if len(each) != len(rows):
+        raise UserError(f"{flag}: {len(each)} pictures for {len(rows)} rows: give one, or as many")
+    return rows, each

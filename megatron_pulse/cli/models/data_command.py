@@ -29,6 +29,8 @@ from megatron_pulse.cli.shared_flags import (
     image_size_of,
     shape_faults,
 )
+from megatron_pulse.data.picture_choice import ClipChoice
+from megatron_pulse.dataclass_flags import read_flags
 from megatron_pulse.errors import Faults
 
 if TYPE_CHECKING:
@@ -56,6 +58,9 @@ A dataset is named as for --pulse-data:
   parquet:PATH, datasets:PATH  rows with an image, perhaps a text (or PATH#NAME) and a label: files
                  of parquet, or a folder of Dataset.save_to_disk; read with
                  pip install megatron-pulse[data] (needs --image-size)
+  videos:PATH    films, folders of numbered pictures, and pictures as clips of one frame, with
+                 captions beside them as above, a.txt beside a.mp4 or a/; read with
+                 pip install megatron-pulse[video] (needs --image-size or --buckets, and --frames)
   latents:PATH   latents written by 'pulse data write-latents'
 """
 _MOST_CLASSES = 20
@@ -127,7 +132,7 @@ def run_check(args: argparse.Namespace) -> None:
     from megatron_pulse.data.images.survey import require_readable, surveys
     from megatron_pulse.data.opened_images import OpenedImages
 
-    images = OpenedImages()
+    images = OpenedImages(read_flags(ClipChoice, args))
     with as_user_error(OSError, Faults):
         parts = open_parts(
             args.spec,
@@ -205,7 +210,7 @@ def run_info(args: argparse.Namespace) -> None:
     from megatron_pulse.data.build import open_parts
     from megatron_pulse.data.opened_images import OpenedImages
 
-    images = OpenedImages()
+    images = OpenedImages(read_flags(ClipChoice, args))
     lines, reports = list[str](), list[dict[str, Any]]()
     with as_user_error(OSError, Faults):
         sizes = image_size_of(args, images)
@@ -308,7 +313,8 @@ def _shapes(train: DiffusionDataset, buckets: Sequence[Bucket]) -> list[tuple[st
     """The shape of samples, or a line for each bucket and the options of a model for them."""
     if train.num_shapes == 1:
         shape = "x".join(map(str, train.image_shape))
-        return [("shape", f"{shape} (channels x height x width)")]
+        axes = "channels x frames x height x width" if len(train.image_shape) > 3 else None
+        return [("shape", f"{shape} ({axes or 'channels x height x width'})")]
     lines = [("bucket", bucket.describe(of=len(train))[7:]) for bucket in buckets]
     counts = ",".join(str(max(bucket.num_training, 1)) for bucket in buckets)
     return [*lines, ("shares", f"pulse profile --shares {counts}")]

@@ -21,7 +21,8 @@ from megatron_pulse.cli.shared_flags import (
     image_size_of,
     shape_faults,
 )
-from megatron_pulse.dataclass_flags import FROM_ONE, TO_MILLION
+from megatron_pulse.data.picture_choice import ClipChoice
+from megatron_pulse.dataclass_flags import FROM_ONE, TO_MILLION, read_flags
 from megatron_pulse.encoders.sample_decoder import write_sheet
 from megatron_pulse.errors import Faults
 
@@ -33,6 +34,7 @@ of evenly spaced samples. With several shapes there is a sheet for each, sheet-5
 examples:
   pulse data show folder:photos --image-size 256 -o sheet.png
   pulse data show captions:photos --resolution 512 --buckets auto -o sheet.png
+  pulse data show videos:films --resolution 256 --frames 17 --fps 8 -o sheet.png
 """
 _LONGEST_CAPTION = 40
 
@@ -63,20 +65,20 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.data.build import open_parts
     from megatron_pulse.data.opened_images import OpenedImages
 
-    images = OpenedImages()
+    images = OpenedImages(read_flags(ClipChoice, args))
     with as_user_error(OSError, Faults):
         sizes = image_size_of(args, images)
         parts = open_parts(
             args.spec, sizes, args.channels, default_caption=args.default_caption, images=images
         )
-        of_shape: dict[tuple[int, int], list[tuple[torch.Tensor, str]]] = {}
+        of_shape: dict[tuple[int, int, int], list[tuple[torch.Tensor, str]]] = {}
         for _, train, _ in parts:
             shapes = [train.shape_index(i) for i in range(len(train))]
             for shape in sorted(set(shapes)):
                 own = [i for i, each in enumerate(shapes) if each == shape]
                 shown = own[:: max(len(own) // args.count, 1)][: args.count]
                 names = train.class_names
-                pictures = [
+                drawn = [
                     (
                         train.image(i),
                         train.caption(i)[:_LONGEST_CAPTION]
@@ -84,11 +86,16 @@ def run(args: argparse.Namespace) -> None:
                     )
                     for i in shown
                 ]
-                of_shape.setdefault(train.pixels_of(shape), []).extend(pictures)
-    for (height, width), found in of_shape.items():
+                key = *train.pixels_of(shape), train.frames_of(shape)
+                of_shape.setdefault(key, []).extend(drawn)
+    for (height, width, frames), found in of_shape.items():
+        size = f"{width}x{height}" + f"x{frames}" * (frames > 1)
         path = args.output
         if len(of_shape) > 1:
-            path = path.with_name(f"{path.stem}-{width}x{height}{path.suffix}")
+            path = path.with_name(f"{path.stem}-{size}{path.suffix}")
         captions = [caption for _, caption in found]
-        write_sheet(torch.stack([picture for picture, _ in found]), path, args.columns, captions)
-        print(f"{len(found)} pictures of {width}x{height}: {path}")
+        pictures = torch.stack([picture for picture, _ in found])
+        if pictures.dim() == 5:
+            pictures = pictures.squeeze(2) if frames == 1 else pictures.transpose(1, 2)
+        write_sheet(pictures, path, args.columns, captions)
+        print(f"{len(found)} pictures of {size}: {path}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from megatron_pulse.backbone.appended_fields import INPAINT_MASK, MASKED_IMAGE
 from megatron_pulse.backbone.layer_selection import size_options
 from megatron_pulse.backbone.shape_buckets import at_shape
 from megatron_pulse.cli.backbone_flags import options_of
@@ -23,22 +25,33 @@ from megatron_pulse.cli.models.encoder_flags import (
     open_encoders,
     open_tokenizers,
 )
+from megatron_pulse.cli.shared_flags import clip_sizes, numbers
 from megatron_pulse.data.buckets import Buckets, buckets_of
-from megatron_pulse.data.build import open_by_shape, open_dataset
+from megatron_pulse.data.build import InpaintMasks, open_by_shape, open_dataset
 from megatron_pulse.data.captions import Encoded, cut_short
 from megatron_pulse.data.dataset import LATENT, FieldSpec, Variation
 from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, WantedFields, framing_field
 from megatron_pulse.data.images.conditioning import CONDITIONING
+from megatron_pulse.data.images.inpainting import (
+    inpainting_specs,
+    mask_of_latents,
+    reads_masks,
+)
 from megatron_pulse.data.images.shapes import AUTO, shown
 from megatron_pulse.data.latents.layout import FILES, MIRRORED, LatentLayout, LatentType
 from megatron_pulse.data.latents.stores import Store, has_index, stores_below, write_index
 from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.opened_images import OpenedImages
-from megatron_pulse.data.picture_choice import BUCKETS, ShapeChoice
+from megatron_pulse.data.picture_choice import BUCKETS, RANDOM, ClipChoice, ShapeChoice
 from megatron_pulse.data.picture_shapes import picture_shapes
 from megatron_pulse.data.split_groups import name_hash
-from megatron_pulse.dataclass_flags import DTYPES
+from megatron_pulse.dataclass_flags import DTYPES, read_flags
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
+from megatron_pulse.encoders.first_frame import (
+    FIRST_FRAME,
+    first_frame_fields,
+    starts_from_frame,
+)
 from megatron_pulse.errors import UserError
 from megatron_pulse.profile.measurement.machine import compute_as_a_rank
 from megatron_pulse.progress import ProgressLine
@@ -48,6 +61,7 @@ if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
     from megatron_pulse.data.captions import Encodes
     from megatron_pulse.data.dataset import DiffusionDataset
+    from megatron_pulse.data.images.folder import ImageSize
 
 type _Texts = tuple[Encodes, Mapping[str, FieldSpec], Mapping[str, str]]
 _POSTERIORS = {
@@ -74,21 +88,24 @@ def write_latents(
     else:
         compute_as_a_rank()  # the bits of text states are those of a step that encodes
     autoencoder = _open_autoencoder(args)
-    if choice.buckets is not None:
+    if choice.buckets is not None or len(numbers(args.frames) or ()) > 1:
         _write_stores(args, place, text_states, choice, autoencoder)
         return
     if choice.resolution is not None:
         args.image_size = choice.resolution
     backbone = _backbone(args, {})
+    size = clip_sizes(args.image_size, args.frames)
     with as_user_error(OSError):
         dataset, _ = open_dataset(
             args.source,
-            args.image_size,
+            size,
             args.channels,
-            wanted=_wanted(args, text_states, backbone),
+            wanted=_wanted(args, text_states, backbone, None if size is None else _sides(size)),
             validation_fraction=0.0,
             verify=args.verify,
             default_caption=args.default_caption,
+            inpaint=_masks(args, [backbone]),
+            images=OpenedImages(read_flags(ClipChoice, args)),
         )
     texts = partial(_open_texts, args, backbone)
     _write_store(args, place, text_states, autoencoder, dataset, backbone, texts, args.output)
@@ -103,21 +120,29 @@ def _write_stores(
 ) -> None:
     """Encode pictures of several shapes, each shape into a store below the folder."""
     factor = 1 if autoencoder is None else autoencoder.factor
-    images, caption = OpenedImages(), args.default_caption
+    images, caption = OpenedImages(read_flags(ClipChoice, args)), args.default_caption
     with as_user_error(OSError):
-        sizes = _shapes_there(args.output, choice) or picture_shapes(
+        if choice.buckets is None and choice.resolution is None:
+            choice = replace(choice, resolution=args.image_size)
+        pixels = _shapes_there(args.output, choice) or picture_shapes(
             args.source, choice, factor, caption, images
         )
-        latents = ",".join(f"{height // factor}x{width // factor}" for height, width in sizes)
-        backbone = _backbone(args, {BUCKETS: latents})
+        of_clips = clip_sizes(pixels, args.frames)
+        assert of_clips is not None and not isinstance(of_clips, int)
+        sizes = [*of_clips]
+        backbone = _backbone(args, {BUCKETS: _in_latents(args.channels, sizes, autoencoder)})
         chains = [None if backbone is None else at_shape(backbone, k) for k in range(len(sizes))]
         wanted = [
-            _wanted(args, text_states, chain, size) or WantedFields((args.channels, *size))
+            _wanted(args, text_states, chain, size) or WantedFields(_pixels(args.channels, size))
             for chain, size in zip(chains, sizes, strict=True)
         ]
-        order, parts = open_by_shape(args.source, wanted, args.verify, caption, images)
+        masks = _masks(args, chains)
+        order, parts = open_by_shape(args.source, wanted, args.verify, caption, images, masks)
         number_of = {shape: number for number, shape in enumerate(sorted(parts))}
-        stores = [Store(folder=shown(sizes[k]), pixels=sizes[k]) for k in number_of]
+        stores = [
+            Store(folder=_store_name(sizes[k]), pixels=(sizes[k][0], sizes[k][1]))
+            for k in number_of
+        ]
         write_index(args.output, stores, np.array([number_of[k] for k in order.tolist()]))
     if not place.rank:
         for bucket in buckets_of(Buckets(list(parts.values())), Buckets(list(parts.values()))):
@@ -138,8 +163,8 @@ def _shapes_there(output: Path, choice: ShapeChoice) -> list[tuple[int, int]]:
 
 
 def _backbone(args: argparse.Namespace, shapes: Mapping[str, str]) -> Backbone | None:
-    """Backbone that reads the results of --encoders, of these ``shapes``; None without."""
-    if args.encoders is None:
+    """Backbone that reads the results, of these ``shapes``; None without."""
+    if args.backbone is None:
         return None
     with as_user_error(ValueError):
         options = with_texts_of(args.backbone, options_of(args), args.encoders)
@@ -164,8 +189,7 @@ def _write_store(
     _require_encodable(args, dataset, autoencoder)
     shape = dataset.image_shape
     if autoencoder is not None:
-        side = tuple(size // autoencoder.factor for size in shape[1:])
-        shape = (autoencoder.latent_channels, *side)
+        shape = autoencoder.latent_shape(shape)
     made_by = {} if autoencoder is None else {LATENT: autoencoder.made_by()}
     revision = _revision(dataset, texts=args.encoders is not None or text_states is not None)
     if backbone is not None:
@@ -175,6 +199,16 @@ def _write_store(
         remark = "" if autoencoder is None else autoencoder.remark
         warn(remark, *dataset.cautions, *cut_short(dataset))
     fields = {**dataset.fields, **({FRAMING: FRAMING_SPEC} if dataset.frames else {})}
+    if autoencoder is not None and backbone is not None and reads_masks(fields):
+        made_by[MASKED_IMAGE] = autoencoder.made_by()
+        for name in (INPAINT_MASK, MASKED_IMAGE):
+            fields[name] = FieldSpec(backbone.batch_fields[name].shape)
+    if backbone is not None and starts_from_frame(backbone.batch_fields):
+        if autoencoder is None or not autoencoder.is_video:
+            require([f"--backbone {args.backbone} continues frames: give a --vae of videos"])
+        for name in sorted(FIRST_FRAME & {*backbone.batch_fields}):
+            fields[name] = FieldSpec(backbone.batch_fields[name].shape)
+            made_by[name] = autoencoder.made_by() if autoencoder is not None else ""
     layout = LatentLayout(
         shape=shape,
         num_classes=dataset.num_classes,
@@ -193,6 +227,8 @@ def _write_store(
     )
     if args.flip and CONDITIONING in fields:
         require(["--flip: control pictures are stored once; mirror their files instead"])
+    if args.flip and (reads_masks(fields) or FIRST_FRAME & {*fields}):
+        require(["--flip: masked pictures and first frames are stored once; mirror their files"])
     with as_user_error(OSError):
         nulls, count = dataset.null_conditioning(), len(dataset)
         writer = LatentWriter(output, layout, nulls, count, dataset.text_parts)
@@ -251,7 +287,7 @@ def _encoded(
 
 def _open_texts(args: argparse.Namespace, backbone: Backbone | None) -> _Texts | None:
     """Text encoders or tokenizers of the backbone, its fields, and what made each."""
-    if backbone is None:
+    if backbone is None or args.encoders is None:
         return None
     if args.store_text == "tokens":
         tokenizers = open_tokenizers(args, args.backbone, backbone)
@@ -293,11 +329,13 @@ def _write(
     place: RankOfJob,
 ) -> None:
     progress = _Ranks(writer, len(dataset), place)
+    fields = writer.layout.fields
+    first = {name: spec.shape for name, spec in fields.items() if name in FIRST_FRAME}
     with writer, progress.line:
         for number in writer.share(place.rank, place.num_ranks):
             todo = writer.begin(number)
-            for first in range(todo.start, todo.stop, args.batch_size):
-                indices = range(first, min(first + args.batch_size, todo.stop))
+            for start in range(todo.start, todo.stop, args.batch_size):
+                indices = range(start, min(start + args.batch_size, todo.stop))
                 latents, deviations = _posteriors(dataset, indices, autoencoder)
                 other_way = latents, deviations
                 if args.flip:
@@ -306,6 +344,12 @@ def _write(
                     zip(indices, latents, deviations, strict=True)
                 ):
                     given = dataset.conditioning(i)
+                    if autoencoder is not None and reads_masks(given):
+                        (given[MASKED_IMAGE],) = autoencoder.encode(given[MASKED_IMAGE][None])
+                        of_mask = writer.layout.fields[INPAINT_MASK]
+                        given[INPAINT_MASK] = mask_of_latents(given[INPAINT_MASK], of_mask)
+                    if autoencoder is not None and first:
+                        given |= first_frame_fields(first, _clip(dataset.image(i)), autoencoder)
                     if dataset.frames:
                         given[FRAMING] = framing_field(dataset.framing(i))
                     if autoencoder is not None and _posterior(args) == "sample":
@@ -366,22 +410,60 @@ def _wanted(
     args: argparse.Namespace,
     text_states: tuple[int, int] | None,
     backbone: Backbone | None,
-    size: tuple[int, int] | None = None,
+    size: tuple[int, ...] | None = None,
 ) -> WantedFields | None:
-    """Captions as random states with their mask, and the other picture that a control branch sees;
-    nothing else is asked of the data."""
+    """Captions as random states with their mask, and the other pictures that a control branch or
+    an inpainting model sees; nothing else is asked of the data."""
     fields = {}
     if text_states is not None:
         length, width = text_states
         fields["context"] = FieldSpec((length, width))
         fields["context_mask"] = FieldSpec((length,), "int64")
-    if size is None and args.image_size is not None:
-        size = args.image_size, args.image_size
     if backbone is not None and CONDITIONING in backbone.batch_fields and size is not None:
         fields[CONDITIONING] = FieldSpec(backbone.batch_fields[CONDITIONING].shape)
-    if not fields or size is None:
+    if backbone is not None and reads_masks(backbone.batch_fields) and size is not None:
+        fields |= inpainting_specs((args.channels, *size))
+    if size is None or not fields and len(size) < 3:
         return None
-    return WantedFields((args.channels, *size), fields)
+    return WantedFields(_pixels(args.channels, size), fields)
+
+
+def _clip(image: torch.Tensor) -> torch.Tensor:
+    """Clip ``[c, F, h, w]``; a picture is one of one frame."""
+    return image if image.dim() == 4 else image.unsqueeze(1)
+
+
+def _sides(size: ImageSize) -> tuple[int, ...]:
+    """(height, width) or (height, width, frames) of one size."""
+    return (size, size) if isinstance(size, int) else tuple(size[0])
+
+
+def _pixels(channels: int, size: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of pictures (c, h, w), or of clips (c, frames, h, w)."""
+    return (channels, *size[2:], *size[:2])
+
+
+def _in_latents(
+    channels: int, sizes: Sequence[tuple[int, ...]], autoencoder: Autoencoder | None
+) -> str:
+    """Value of the backbone's option ``buckets`` for samples of these sizes."""
+    shapes = [_pixels(channels, size) for size in sizes]
+    if autoencoder is not None:
+        shapes = [autoencoder.latent_shape(shape) for shape in shapes]
+    return ",".join("x".join(map(str, shape[1:])) for shape in shapes)
+
+
+def _store_name(size: tuple[int, ...]) -> str:
+    """Folder of samples of a size: width x height, and the frames of clips."""
+    return "x".join([shown((size[0], size[1])), *map(str, size[2:])])
+
+
+def _masks(args: argparse.Namespace, chains: Sequence[Backbone | None]) -> InpaintMasks:
+    """Masks of pictures, if the backbone inpaints."""
+    place = args.inpaint_masks
+    if place != RANDOM and not any(c is not None and reads_masks(c.batch_fields) for c in chains):
+        require([f"--inpaint-masks {place}: give the --backbone that inpaints"])
+    return InpaintMasks(place)
 
 
 def _open_autoencoder(args: argparse.Namespace) -> Autoencoder | None:
@@ -396,8 +478,15 @@ def _require_encodable(
 ) -> None:
     if autoencoder is None:
         return
-    (channels, height, _), vae = dataset.image_shape, autoencoder.folder
+    (channels, *frames, height, _), vae = dataset.image_shape, autoencoder.folder
     faults = []
+    if frames and (frames[0] - 1) % autoencoder.frame_factor:
+        step = autoencoder.frame_factor
+        near = max(1, (frames[0] - 1) // step * step + 1)
+        faults.append(
+            f"--vae {vae} takes {step}k + 1 frames, not {frames[0]}: give --frames {near}, or "
+            f"{near + step}"
+        )
     if channels != autoencoder.in_channels:
         faults.append(f"--vae {vae} takes {autoencoder.in_channels} channels, not {channels}")
     if height % autoencoder.factor:
@@ -434,4 +523,6 @@ def _source(
     text = f"{len(dataset)} images {size} of {name}"
     if args.text_states is not None:
         text += ", captions as word vectors"
+    if reads_masks(dataset.fields):
+        text += f", masks {args.inpaint_masks}"
     return text if autoencoder is None else f"{text}, {_POSTERIORS[_posterior(args)]}"

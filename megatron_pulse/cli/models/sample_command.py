@@ -24,7 +24,7 @@ from megatron_pulse.cli.flag_checks import (
     warn,
 )
 from megatron_pulse.cli.import_megatron import prepare_megatron
-from megatron_pulse.cli.models.control_image import controlled
+from megatron_pulse.cli.models.control_image import continued, controlled, inpainted
 from megatron_pulse.cli.models.encoder_flags import (
     add_encoder_flags,
     autoencoder_folder,
@@ -41,6 +41,7 @@ from megatron_pulse.cli.models.sample_output import (
 from megatron_pulse.cli.output import add_json, print_result
 from megatron_pulse.cli.shared_flags import add_checkpoint_flags
 from megatron_pulse.dataclass_flags import (
+    ABOVE_ZERO,
     FROM_ZERO,
     FROM_ZERO_TO_ONE,
     PIXELS,
@@ -67,6 +68,7 @@ from megatron_pulse.integration.flags.sample_flags import (
     SEED,
     parse_classes,
 )
+from megatron_pulse.mp4 import require_pyav
 
 if TYPE_CHECKING:
     from megatron_pulse.integration.pipeline_sampling import SamplingJob
@@ -77,6 +79,7 @@ Runs in one process (on a GPU if there is one) or on --devices, for checkpoints 
 EMA weights unless --raw. The output is
 
   -o FILE.png           a sheet with one row per class, prompt, or sample of the data
+  -o FILE.gif|.mp4      videos side by side (.mp4: pip install megatron-pulse[video])
   -o DIR                a file for each picture or video frame, which --json lists
   -o FILE.safetensors   the samples undecoded
 
@@ -84,7 +87,7 @@ EMA weights unless --raw. The output is
 (default: that of the training's --pulse-encoders). Encoders other than those of the training are
 refused. Without any, the model must have been trained on the words of --pulse-data captions:PATH.
 --from-data takes the text states of validation samples. A ControlNet sees the central square of
---control-image, as in training.
+--control-image, as in training. An inpainting model draws the white parts of --mask in --image.
 
 Noise is drawn in float32 on the CPU and depends on --seed and the number of the sample alone. With
 --noise diffusers it is that of torch.Generator().manual_seed(SEED) for the whole batch: DDIM and
@@ -98,6 +101,7 @@ examples:
   pulse sample --load runs/emoji/checkpoints --prompt "red heart" --prompt "cat face" -o emoji.png
   pulse sample --load runs/photos --prompt "a red bird" --encoders sd-v1.5 -o birds/ --json
   pulse sample --load runs/control --prompt "a red bird" --control-image edges.png -o bird.png
+  pulse sample --load runs/fill --prompt "a red bird" --image tree.png --mask where.png -o bird.png
   pulse sample --load runs/text --from-data 4 --vae sd-vae-ft-mse -o held-out.png
   pulse sample --load runs/flux --prompt "a red bird" --devices 4 -o bird.png
   pulse sample --load runs/a --height 768 --width 512 --vae sd-vae-ft-mse -o tall.png
@@ -115,7 +119,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_checkpoint_flags(parser)
     add(
         "-o, --output PATH",
-        "FILE.png (a sheet), DIR (a file for each picture) or FILE.safetensors",
+        "FILE.png (a sheet), FILE.gif, FILE.mp4, DIR (a file for each picture) or FILE.safetensors",
         type=Path,
         required=True,
     )
@@ -135,6 +139,21 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--control-image FILE",
         "picture that a ControlNet follows, for all rows, or one for each (repeatable)",
+        type=Path,
+        action="append",
+        default=[],
+    )
+    add(
+        "--image FILE",
+        "picture that a model of image to video continues, or of which an inpainting model draws "
+        "parts anew; counts as of --control-image (repeatable)",
+        type=Path,
+        action="append",
+        default=[],
+    )
+    add(
+        "--mask FILE",
+        "parts to draw anew, white in a grey picture: one for each --image",
         type=Path,
         action="append",
         default=[],
@@ -194,6 +213,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--score",
         "share of images that a classifier of these real digits takes for the digit asked for",
         choices=["mnist", "digits8"],
+    )
+    add(
+        "--fps R",
+        "frames a second of -o .gif and .mp4 (default 16)",
+        type=float,
+        within=ABOVE_ZERO,
+        default=16.0,
     )
     add_json(parser)
     process = parser.add_argument_group(
@@ -299,7 +325,7 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
     take_encoders_of(args, model.arguments)
     vae = autoencoder_folder(args)
     drawing = _drawing(vae, model)
-    kind, rows, request = _asked(args, model, drawing.factor)
+    kind, rows, request = _asked(args, model, drawing)
     require(_check_model(args, model, kind, rows, drawing))
     warn(noise_left(model.process, args.steps))
     asked = [row for row in rows for _ in range(args.per_class)]
@@ -341,11 +367,15 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
     }
     if args.control_image:
         record["control_images"] = [str(path) for path in args.control_image]
+    if args.image:
+        record["images"] = [str(path) for path in args.image]
+        record["masks"] = [str(path) for path in args.mask]
     score = None
     if args.score:
         score = digit_score(samples, torch.tensor(asked), args.score)
         record["score"] = score.to_dict()
-    write = writer_of(args.output, drawing, args.per_class, _captions(kind, rows, args.per_class))
+    captions = _captions(kind, rows, args.per_class)
+    write = writer_of(args.output, drawing, args.per_class, captions, args.fps)
     with as_user_error(OSError):
         record |= write(samples)
     lines = [] if score is None else [str(score)]
@@ -419,6 +449,16 @@ def _check(args: argparse.Namespace) -> list[str]:
     faults += [
         f"--control-image {p}: there is no such file" for p in args.control_image if not p.is_file()
     ]
+    if args.mask and len(args.image) != len(args.mask):
+        faults.append("--mask: give one for each --image")
+    if args.image and args.from_data is not None:
+        faults.append("--image is for --prompt or --classes: --from-data has its own")
+    faults += [
+        f"--{kind} {p}: there is no such file"
+        for kind, paths in (("image", args.image), ("mask", args.mask))
+        for p in paths
+        if not p.is_file()
+    ]
     if args.data is not None and args.from_data is None:
         faults.append("--data is for --from-data")
     if args.classes is not None:
@@ -435,7 +475,7 @@ def _check(args: argparse.Namespace) -> list[str]:
 
 
 def _asked(
-    args: argparse.Namespace, model: TrainedModel, factor: int
+    args: argparse.Namespace, model: TrainedModel, drawing: SampleDecoder
 ) -> tuple[str, list[Any], Callable[[TrainedModel, list[Any]], Request]]:
     """What the rows of the picture are, as the report calls it; each row's; how to ask for some."""
     from megatron_pulse.integration import sampling
@@ -448,6 +488,12 @@ def _asked(
     rows, beside = controlled(
         args.control_image, model.backbone, args.prompt or classes, args.per_class
     )
+    of_row = model.backbone, rows, args.per_class, drawing.autoencoder
+    if args.mask:
+        rows, masked = inpainted(list(zip(args.image, args.mask, strict=True)), *of_row)
+    else:
+        rows, masked = continued(args.image, *of_row)
+    beside = {**beside, **masked}
     if args.prompt and args.encoders is not None:
         opened = open_encoders(args, model.backbone.name, model.backbone)
         if opened is None:
@@ -456,7 +502,7 @@ def _asked(
 
         encoders, _ = opened
         require_same_encoders(encoders, model.arguments)
-        height, width = (factor * side for side in model.backbone.sample_spec.shape[-2:])
+        height, width = (drawing.factor * side for side in model.backbone.sample_spec.shape[-2:])
         negative = args.negative_prompt
 
         def encoded(model: TrainedModel, prompts: list[str]) -> Request:
@@ -497,6 +543,12 @@ def _check_model(
     drawing: SampleDecoder,
 ) -> list[str]:
     faults = [] if output_of(args.output) is Output.TENSORS else drawing.faults()
+    if output_of(args.output) is Output.ANIMATION:
+        if len(drawing.shape) != 4:
+            faults.append(f"-o {args.output}: the samples are pictures: give .png")
+        if args.output.suffix.lower() == ".mp4":
+            with collecting(faults):
+                require_pyav()
     process, count = model.process, model.num_classes
     most = process.num_timesteps
     if args.steps > most:

@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.flag_checks import check_file, check_folder
-from megatron_pulse.encoders.sample_decoder import SampleDecoder, write_folder, write_sheet
+from megatron_pulse.encoders.sample_decoder import (
+    SampleDecoder,
+    write_animation,
+    write_folder,
+    write_sheet,
+)
 from megatron_pulse.files import replacing
 
 if TYPE_CHECKING:
@@ -19,6 +24,7 @@ class Output(StrEnum):
     """Kind of output that a path of ``-o`` asks for."""
 
     SHEET = "a sheet"
+    ANIMATION = "an animated sheet"
     FOLDER = "a folder of pictures"
     TENSORS = "samples as tensors"
 
@@ -26,6 +32,7 @@ class Output(StrEnum):
 def output_of(path: Path) -> Output:
     """Kind of output by the file's suffix; a folder without one."""
     endings = {".png": Output.SHEET, ".safetensors": Output.TENSORS}
+    endings |= dict.fromkeys((".gif", ".mp4"), Output.ANIMATION)
     return endings.get(path.suffix.lower(), Output.FOLDER)
 
 
@@ -34,7 +41,10 @@ def output_faults(path: Path, flag: str) -> list[str]:
     if output_of(path) is not Output.FOLDER:
         return check_file(path, flag, path.suffix.lower())
     if path.suffix[1:].isalpha() and not path.is_dir():
-        ends = ".png (a sheet), .safetensors (tensors), or nothing (a folder of pictures)"
+        ends = (
+            ".png (a sheet), .gif or .mp4 (videos), .safetensors (tensors), or nothing (a folder "
+            "of pictures)"
+        )
         return [f"{flag} {path}: the name must end in {ends}"]
     if path.exists() and not path.is_dir():
         return [f"{flag} {path} is a file; name a new folder"]
@@ -53,7 +63,7 @@ def write_tensors(samples: Tensor, path: Path) -> dict[str, Any]:
 
 
 def writer_of(
-    path: Path, drawing: SampleDecoder, columns: int, captions: Sequence[str]
+    path: Path, drawing: SampleDecoder, columns: int, captions: Sequence[str], fps: float
 ) -> Callable[[Tensor], dict[str, Any]]:
     """Function that writes samples at ``path`` and returns the report's entries."""
     match output_of(path):
@@ -61,5 +71,7 @@ def writer_of(
             return lambda samples: write_tensors(samples, path)
         case Output.FOLDER:
             return lambda samples: write_folder(drawing(samples), path)
+        case Output.ANIMATION:
+            return lambda samples: write_animation(drawing(samples), path, columns, captions, fps)
         case _:
             return lambda samples: write_sheet(drawing(samples), path, columns, captions)

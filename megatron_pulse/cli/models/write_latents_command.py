@@ -29,7 +29,7 @@ from megatron_pulse.cli.models.encoder_flags import (
     encoder_faults,
 )
 from megatron_pulse.cli.shared_flags import add_image_flags, add_shape_flags, shape_faults
-from megatron_pulse.data.picture_choice import ShapeChoice
+from megatron_pulse.data.picture_choice import RANDOM, ShapeChoice
 from megatron_pulse.dataclass_flags import DTYPES, TO_MILLION, read_flags
 from megatron_pulse.errors import UserError, collecting
 
@@ -38,7 +38,9 @@ Without --vae the latents are the pixels. With it they are mean and deviation of
 diffusers AutoencoderKL, shifted and scaled by its configuration; training draws a new sample at
 every reading, as diffusers' trainers do. --posterior sample or mean keeps half the bytes.
 
---buckets writes pictures of several shapes, each into a store below DIR. --flip writes latents of
+--buckets writes pictures of several shapes, each into a store below DIR; so does --frames of
+several numbers, for clips of videos:PATH. Autoencoders of videos (of Wan, HunyuanVideo, CogVideoX,
+LTX, Mochi) encode the middle of each film. --flip writes latents of
 mirrored pictures beside the others.
 
 Files are written in whole shards. The same command again resumes, and encodes shards anew whose
@@ -57,6 +59,8 @@ examples:
   pulse data write-latents --from folder:photos --image-size 256 --vae sd-vae -o runs/latents
   pulse data write-latents --from folder:photos --resolution 512 --buckets auto --vae sd-vae \\
       -o runs/latents
+  pulse data write-latents --from videos:films --buckets 832x480,480x832 --frames 1,81 --fps 16 \\
+      --vae wan/vae -o runs/clips
   pulse data write-latents --from captions:runs/emoji/images --image-size 32 --text-states 12x64 \\
       -o runs/emoji-latents
   pulse data write-latents --from captions:photos --image-size 512 --encoders sd-v1.5 \\
@@ -86,14 +90,18 @@ def add_write_latents(
     add("--dtype", "type on disk (default fp16)", choices=list(DTYPES), default="fp16")
     add("--vae DIR|hf:ID", "a diffusers AutoencoderKL folder", type=Path)
     add_encoder_flags(parser)
-    add_backbone_flags(
-        parser.add_mutually_exclusive_group(), "backbone that will read the results of --encoders"
-    )
+    add_backbone_flags(parser.add_mutually_exclusive_group(), "backbone that will read the results")
     add_option_flag(parser, "override one of the backbone's options")
     add(
         "--posterior",
         "what of --vae to keep: mean and deviation (distribution, default), a sample, or the mean",
         choices=["distribution", "sample", "mean"],
+    )
+    add(
+        "--inpaint-masks random|DIR",
+        "masks of an inpainting --backbone's pictures, fixed for each: random, or a folder of grey "
+        "pictures of the same names (default random)",
+        default=RANDOM,
     )
     add(
         "--store-text",
@@ -142,15 +150,18 @@ def _check(args: argparse.Namespace) -> list[str]:
         faults.append("--posterior needs an autoencoder: give --vae, or --encoders with one")
     if args.store_text is not None and args.encoders is None:
         faults.append("--store-text is for --encoders")
-    if args.encoders is None:
+    if args.encoders is None and args.vae is None:
         if args.backbone is not None or args.option:
-            faults.append("--backbone, --module and --option are for --encoders")
-    elif args.backbone is None:
+            faults.append("--backbone, --module and --option are for --encoders or --vae")
+    elif args.backbone is not None:
+        faults += backbone_faults(args)
+    elif args.encoders is not None:
         faults.append("--encoders: name the --backbone or --module that will read the states")
-    else:
+    elif args.option:
+        faults.append("--option is for a --backbone")
+    if args.encoders is not None:
         from megatron_pulse.data.opened_images import IMAGES
 
-        faults += backbone_faults(args)
         if args.source.partition(":")[0] not in IMAGES:
             faults.append("--encoders is for images with captions; for other data give only --vae")
         if args.text_states is not None:

@@ -38,8 +38,9 @@ from megatron_pulse.data.split_groups import content_hash, ends_hash, name_hash,
 from megatron_pulse.data.stored_file import StoredFile
 from megatron_pulse.progress import track
 
-ImageSize = int | Sequence[tuple[int, int]]
-"""Side of square pictures, or the (height, width) of each of several shapes."""
+ImageSize = int | Sequence[tuple[int, ...]]
+"""Side of square pictures, or the (height, width) of each of several shapes; of clips (height,
+width, frames)."""
 
 
 class ImageFiles(DiffusionDataset):
@@ -54,6 +55,8 @@ class ImageFiles(DiffusionDataset):
 
     frames = True
     has_files = True
+    samples = "pictures"
+    """Name of samples for people."""
     kind = "folder"
     """How ``--pulse-data`` names such a dataset."""
 
@@ -85,7 +88,12 @@ class ImageFiles(DiffusionDataset):
             self.verify()
 
     def _resize(self, image_size: ImageSize, channels: int, assigned: Sequence[int] = ()) -> None:
-        self.shapes = [(image_size, image_size)] if isinstance(image_size, int) else [*image_size]
+        sizes = [(image_size, image_size)] if isinstance(image_size, int) else image_size
+        if frames := [size for size in sizes if len(size) > 2 and size[2] > 1]:
+            fault = f"its pictures have one frame, and {frames[0][2]} are asked for"
+            remedy = "Give videos:PATH, or leave the frames out."
+            raise DataError(f"{self.kind}:{self.root}", [fault], remedy)
+        self.shapes = [(size[0], size[1]) for size in sizes]
         """(height, width) of each shape."""
         self.num_shapes = len(self.shapes)
         self.image_shape = (channels, *self.shapes[0])
@@ -270,7 +278,7 @@ class ImageFolder(ImageFiles):
         said = read_captions(root, column, default)
         if said.pairs:
             files = [path for path, _ in said.pairs]
-            self.class_names, labels = _classes(root, files)
+            self.class_names, labels = classes_of(root, files)
         else:
             self.class_names, files, labels = _scan(root, said.pictures)
         captions = [caption for _, caption in said.pairs]
@@ -282,7 +290,7 @@ class ImageFolder(ImageFiles):
         self.cautions = said.cautions
 
 
-def _classes(root: Path, files: Sequence[Path]) -> tuple[list[str], list[int]]:
+def classes_of(root: Path, files: Sequence[Path]) -> tuple[list[str], list[int]]:
     """Class folders in ``root`` and the class of each file; one class without a name if some files
     are in no folder.
     """

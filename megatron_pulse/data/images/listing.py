@@ -83,6 +83,10 @@ class Listing:
         """Files with the suffix of a supported picture format."""
         return [path for path in self.files if is_picture(path)]
 
+    def is_sample(self, path: Path) -> bool:
+        """True if a caption may be of this file."""
+        return is_picture(path)
+
     @property
     def texts(self) -> list[Path]:
         """Texts that may be captions."""

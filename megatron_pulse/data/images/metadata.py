@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from megatron_pulse.data.dataset import DataError
-from megatron_pulse.data.images.listing import TEXT_SUFFIX, Listing, by_stem, is_picture, some
+from megatron_pulse.data.images.listing import TEXT_SUFFIX, Listing, by_stem, some
 from megatron_pulse.data.images.lists import FILE_NAME, GROUP, Columns, Files, lists_of, rows
 from megatron_pulse.data.standard_splits import require_one_split
 from megatron_pulse.file_kinds import FileKind
@@ -49,8 +49,10 @@ class Captions:
     groups: Mapping[Path, str] = field(default_factory=dict)
 
 
-def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions:
-    """Captions below ``root``.
+def read_captions(
+    root: Path, column: str = TEXT, default: str = "", listing: Listing | None = None
+) -> Captions:
+    """Captions below ``root``, of the samples of its ``listing`` (default: its pictures).
 
     Listed pictures come first, in list order, then pictures with a text file, then those without a
     caption, which get ``default``. There are none without lists, texts and default. ``column`` is
@@ -58,7 +60,7 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
     contradicting captions or groups.
     """
     faults: list[str] = []
-    listing = Listing.of(root)
+    listing = listing or Listing.of(root)
     require_one_split(f"image folder {root}", root, listing.pictures, prefixes=False)
     texts, pictures = set(listing.texts), listing.pictures
     listed, said = list[tuple[Path, str]](), defaultdict[Path, dict[str, str]](dict)
@@ -72,7 +74,7 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
             picture = files.find(path.parent, name, at, faults)
             if picture is None:
                 continue
-            if not is_picture(picture):
+            if not listing.is_sample(picture):
                 aside[picture] = None
                 continue
             named = said[picture]

@@ -56,11 +56,11 @@ class Survey:
 
     def describe(self) -> str:
         """Line with the number of pictures and their treatment."""
-        _, height, width = self.files.image_shape
+        height, width = self.files.image_shape[-2:]
         least = f"{width}x{height}" if self.files.num_shapes == 1 else "their bucket"
         square = " to the central square" if height == width and least != "their bucket" else ""
         told = [
-            f"{self.num_pictures:,} pictures",
+            f"{self.num_pictures:,} {self.files.samples}",
             f"{self.num_cropped:,} cropped{square}",
             f"{self.num_enlarged:,} smaller than {least} and enlarged",
             f"{self.num_with_alpha:,} with transparency, which is ignored",

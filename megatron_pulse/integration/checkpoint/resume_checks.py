@@ -18,7 +18,7 @@ from megatron_pulse.data.data_record import (
 )
 from megatron_pulse.data.dataset import LATENT
 from megatron_pulse.data.fields import made_differently
-from megatron_pulse.data.picture_choice import AUGMENTATION, BUCKETS, AugmentationChoice
+from megatron_pulse.data.picture_choice import AUGMENTATION, BUCKETS, AugmentationChoice, ClipChoice
 from megatron_pulse.dataclass_flags import flag_name
 from megatron_pulse.diffusion.loss import LossChoice
 from megatron_pulse.diffusion.objectives import DiffusionProcess
@@ -328,8 +328,9 @@ def _other_augmentation(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     args, before = wanted.arguments, start.saved.arguments
     if not start.continued:
         return
-    choice = AugmentationChoice()
-    for name in AUGMENTATION:
+    choices: list[tuple[Any, str]] = [(AugmentationChoice(), name) for name in AUGMENTATION]
+    choices += [(ClipChoice(), name) for name in vars(ClipChoice())]
+    for choice, name in choices:
         flag = f"pulse_{name}"
         none = getattr(choice, name)
         was, now = (getattr(each, flag, none) or none for each in (before, args))

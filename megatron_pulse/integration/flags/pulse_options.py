@@ -16,7 +16,7 @@ from megatron_pulse.adapters.choice import AdapterChoice
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.build import several_parts
 from megatron_pulse.data.opened_images import ARCHIVES, IMAGES
-from megatron_pulse.data.picture_choice import AugmentationChoice, ShapeChoice
+from megatron_pulse.data.picture_choice import RANDOM, AugmentationChoice, ClipChoice, ShapeChoice
 from megatron_pulse.dataclass_flags import (
     ABOVE_ZERO,
     BELOW_ONE,
@@ -102,6 +102,17 @@ def _bucket_batch(options: PulseOptions) -> str | None:
     stored = several_parts(options.data) or (options.data or "").startswith("latents:")
     if options.bucket_batch is not None and not shapes and not stored:
         return "is for data of several shapes: --pulse-buckets, or latents:A,latents:B"
+    return None
+
+
+def _inpaint_masks(options: PulseOptions) -> str | None:
+    if options.inpaint_masks == RANDOM:
+        return None
+    if several_parts(options.data) or not (options.data or "").startswith(("folder:", "captions:")):
+        return (
+            f"is for one folder of pictures, not {options.data}: give --pulse-data folder:PATH or "
+            "captions:PATH. Latents have the masks with which they were written"
+        )
     return None
 
 
@@ -387,6 +398,15 @@ class PulseOptions:
         marks=[FlagMark.STEPS],
         check=_masks,
     )
+    inpaint_masks: str = flag(
+        "masks of an inpainting model's training pictures, white where they are drawn anew: random "
+        "(a function of seed and sample), or a folder of grey pictures with the names of those of "
+        "--pulse-data. Pictures of --pulse-validation-data have random ones (default random)",
+        RANDOM,
+        metavar="random|DIR",
+        marks=[FlagMark.STEPS],
+        check=_inpaint_masks,
+    )
     validation_data: str | None = flag(
         "validation set of one's own, as for --pulse-data, which is then trained on as a whole "
         "(default: a tenth of --pulse-data is held back). Without --eval-iters each evaluation "
@@ -415,6 +435,7 @@ class PulseOptions:
     )
     shapes: ShapeChoice = flags_of(ShapeChoice)
     augmented: AugmentationChoice = flags_of(AugmentationChoice)
+    clips: ClipChoice = flags_of(ClipChoice)
     encoders: str | None = flag(
         "diffusers pipeline folder whose vae/ and text_encoder*/ encode the pictures and captions "
         "of --pulse-data in the loop. Latents and text states stored in latents:PATH are read "

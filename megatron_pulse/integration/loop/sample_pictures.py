@@ -35,7 +35,12 @@ from megatron_pulse.diffusion.process_flags import FlowGrid
 from megatron_pulse.diffusion.sampling import Fields, setting_faults
 from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.components import pipeline_folder_faults
-from megatron_pulse.encoders.sample_decoder import SampleDecoder, write_folder, write_sheet
+from megatron_pulse.encoders.sample_decoder import (
+    SampleDecoder,
+    write_animation,
+    write_folder,
+    write_sheet,
+)
 from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.text_recipe import VAE
 from megatron_pulse.errors import UserError, collecting
@@ -72,6 +77,8 @@ from model_specs import text_recipe
 FOLDER = "samples"
 """Folder in ``--save``, and name of the images in TensorBoard and W&B."""
 SHEET = "sheet.png"
+ANIMATION = "sheet.gif"
+"""Videos beside the sheet, on which each is a row of frames."""
 _PREFIX = "--pulse-sample-"
 
 
@@ -120,7 +127,8 @@ def _row_faults(
     folder = _encoders_folder(args, choice)
     if choice.sample_encoders is not None and folder is not None:
         yield from (f"{_PREFIX}encoders {fault}" for fault in pipeline_folder_faults(folder))
-    if not choice.sample_prompt or (args.pulse_data or "").startswith(("captions:", "pairs:")):
+    worded = ("captions:", "pairs:", "videos:")
+    if not choice.sample_prompt or (args.pulse_data or "").startswith(worded):
         return
     if folder is None:
         yield (
@@ -330,6 +338,8 @@ class SamplePictures:
         each = self._choice.sample_count
         titles = [text if i % each == 0 else "" for i, text in enumerate(self._captions)]
         write_sheet(pictures, folder / SHEET, each, titles)
+        if pictures.dim() == 5:
+            write_animation(pictures, folder / ANIMATION, each, titles)
         _log_images(folder / SHEET, files, self._captions, iteration)
 
     def _rows(self) -> list[Any]:

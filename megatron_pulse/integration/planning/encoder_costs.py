@@ -16,6 +16,7 @@ from megatron_pulse.encoders.image_pieces import MOMENTS, PIXELS
 from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.text_recipe import VAE, folder_name
 from megatron_pulse.encoders.tokens import require
+from megatron_pulse.errors import UserError
 from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer
 from megatron_pulse.planner.bubble_fill.encoder_table import (
     EncoderOrigin,
@@ -95,8 +96,10 @@ def _components(
     if is_wanted(VAE) and (folder / VAE).is_dir():
         vae = Autoencoder(folder / VAE, dtype or torch.float32, weighs)
         dtypes[VAE] = str(vae.dtype).removeprefix("torch.")
+        if vae.is_video:
+            raise UserError(f"{folder / VAE} encodes videos, ahead of training alone")
         sample = backbone.input_spec
-        _, height, width = max((sample.shape, *sample.others), key=math.prod)
+        *_, height, width = max((sample.shape, *sample.others), key=math.prod)
         shape = (1, vae.in_channels, height * vae.factor, width * vae.factor)
         pixels = torch.zeros(shape, dtype=vae.dtype, device=device)
         yield _component(VAE, vae.pieces, {PIXELS: pixels}, [MOMENTS], roofline)

@@ -1,0 +1,31 @@
+"""Batch fields that the first layer appends to the noisy sample, along its channels.
+
+They are never noised and have no part in the loss. Every device of a first stage reads them from
+its own data loader, as all batch fields; no message carries them.
+
+===================  ============================================================================
+``inpaint_mask``     1 where the picture is drawn anew, 0 elsewhere: ``[1, h, w]``, the nearest
+                     pixel of each latent; FLUX.1-Fill takes all pixels as channels
+``masked_image``     the picture, grey where it is drawn anew, as a sample ``[c, h, w]``
+``known_mask``       1 for given frames: ``[r, f, h, w]`` of Wan, whose latents span r frames
+``known_video``      the video with given frames and grey ones elsewhere, as a sample
+``image_latent``     the first frame as a latent, for every frame of the sample (SVD) or followed
+                     by zeros (CogVideoX, HunyuanVideo)
+===================  ============================================================================
+"""
+
+from __future__ import annotations
+
+INPAINT_MASK = "inpaint_mask"
+MASKED_IMAGE = "masked_image"
+KNOWN_MASK = "known_mask"
+KNOWN_VIDEO = "known_video"
+IMAGE_LATENT = "image_latent"
+INPAINTING = (INPAINT_MASK, MASKED_IMAGE)
+"""Fields of an inpainting model, in the order of Stable Diffusion's."""
+APPENDED = frozenset({*INPAINTING, KNOWN_MASK, KNOWN_VIDEO, IMAGE_LATENT})
+
+
+def inpaints(in_channels: int, out_channels: int) -> bool:
+    """True if a model of pictures takes a sample, a mask and a masked picture."""
+    return in_channels == 2 * out_channels + 1

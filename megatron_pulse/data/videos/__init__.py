@@ -1,0 +1,1 @@
+"""Clips of films and of folders of frames."""

@@ -1,0 +1,45 @@
+"""Fields of an image-to-video model: its first frame, as the autoencoder gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_pulse.backbone.appended_fields import IMAGE_LATENT, KNOWN_MASK, KNOWN_VIDEO
+
+if TYPE_CHECKING:
+    from megatron_pulse.encoders.autoencoder import Autoencoder
+
+FIRST_FRAME = frozenset({KNOWN_MASK, KNOWN_VIDEO, IMAGE_LATENT})
+"""Fields that are made here."""
+
+
+def starts_from_frame(fields: Collection[str]) -> bool:
+    """True if a backbone with these fields continues a first frame."""
+    return bool({KNOWN_VIDEO, IMAGE_LATENT} & set(fields))
+
+
+def first_frame_fields(
+    shapes: Mapping[str, tuple[int, ...]], clip: Tensor, autoencoder: Autoencoder
+) -> dict[str, Tensor]:
+    """Those of ``FIRST_FRAME`` that are in ``shapes``, of a clip's pixels ``[c, F, h, w]``.
+
+    As diffusers' pipelines of Wan, HunyuanVideo and CogVideoX: means of posteriors, unknown frames
+    grey before encoding (``known_video``) or zero behind it (``image_latent``).
+    """
+    found: dict[str, Tensor] = {}
+    if KNOWN_VIDEO in shapes:
+        condition = torch.zeros_like(clip)
+        condition[:, 0] = clip[:, 0]
+        (found[KNOWN_VIDEO],) = autoencoder.encode(condition[None])
+    if IMAGE_LATENT in shapes:
+        (first,) = autoencoder.encode(clip[None, :, :1])
+        latent = found[IMAGE_LATENT] = torch.zeros(shapes[IMAGE_LATENT])
+        latent.narrow(0 if autoencoder.frames_first else 1, 0, 1).copy_(first)
+    if KNOWN_MASK in shapes:
+        mask = found[KNOWN_MASK] = torch.zeros(shapes[KNOWN_MASK])
+        mask[:, 0] = 1
+    return found

@@ -1,0 +1,191 @@
+"""Autoencoders of videos: diffusers' numbers, latents of clips, and their films."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megatron_pulse.cli.main import main
+from megatron_pulse.data.latents.folder import LatentFolder
+from megatron_pulse.data.latents.stores import LatentStores
+from megatron_pulse.diffusion.grid import save_animation
+from megatron_pulse.encoders.autoencoder import Autoencoder, AutoencoderError
+from megatron_pulse.encoders.first_frame import first_frame_fields
+from megatron_pulse.encoders.sample_decoder import SampleDecoder
+from tests.data.films import frames_by_pyav, write_film
+
+WIDTHS = {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4}
+MEANS = {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 2.0, 1.0, 0.5]}
+MADE: dict[str, tuple[str, dict[str, Any]]] = {
+    "wan": (
+        "AutoencoderKLWan",
+        {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, **MEANS},
+    ),
+    "hunyuan": ("AutoencoderKLHunyuanVideo", {"latent_channels": 4, **WIDTHS}),
+    "cogvideox": ("AutoencoderKLCogVideoX", {"latent_channels": 4, **WIDTHS}),
+    "ltx": (
+        "AutoencoderKLLTXVideo",
+        {
+            "latent_channels": 4, "block_out_channels": (8, 8, 8, 8),
+            "decoder_block_out_channels": (8, 8, 8, 8), "layers_per_block": (1, 1, 1, 1, 1),
+            "decoder_layers_per_block": (1, 1, 1, 1, 1), "scaling_factor": 0.7,
+        },
+    ),
+}  # fmt: skip
+
+
+def make(name: str, folder: Path) -> Any:
+    kind, settings = MADE[name]
+    torch.manual_seed(0)
+    model = getattr(diffusers, kind)(**settings).eval()
+    if name == "ltx":  # it keeps them with its weights
+        model.latents_mean.copy_(torch.tensor(MEANS["latents_mean"]))
+        model.latents_std.copy_(torch.tensor(MEANS["latents_std"]))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_latents_and_videos_are_those_of_diffusers(name: str, tmp_path: Path) -> None:
+    model, ours = make(name, tmp_path), Autoencoder(tmp_path)
+    frames, side = 2 * ours.frame_factor + 1, 2 * ours.factor
+    video = torch.rand(2, 3, frames, side, side, generator=torch.Generator().manual_seed(1))
+    video = video * 2 - 1
+    mean, deviation = ours.posterior(video)
+    with torch.no_grad():
+        posteriors = [model.encode(each).latent_dist for each in video.split(1)]
+    shift, std = (torch.zeros(4), torch.ones(4)) if name in ("hunyuan", "cogvideox") else (
+        torch.tensor(MEANS["latents_mean"]), torch.tensor(MEANS["latents_std"])
+    )  # fmt: skip
+    scale = (model.config.get("scaling_factor", 1.0) / std).view(1, -1, 1, 1, 1)
+    expected = torch.cat([p.mean for p in posteriors]) - shift.view(1, -1, 1, 1, 1)
+    spread = torch.cat([p.std for p in posteriors]) * scale
+    of_ours = [x.transpose(1, 2) if ours.frames_first else x for x in (mean, deviation)]
+    torch.testing.assert_close(of_ours, [expected * scale, spread], rtol=1e-6, atol=1e-6)
+    assert mean.shape[1:] == ours.latent_shape((3, frames, side, side))
+    assert mean.shape[1 if ours.frames_first else 2] == 3
+    decoded = ours.decode(mean)
+    with torch.no_grad():
+        inner = torch.cat([p.mean for p in posteriors])
+        pixels = model.decode(inner).sample.clamp(-1, 1)
+    torch.testing.assert_close(decoded, pixels, rtol=0, atol=1e-4)
+    drawn = SampleDecoder(tuple(mean.shape[1:]), ours)
+    assert not drawn.faults() and drawn(mean).shape == (2, frames, 3, side, side)
+    one, _ = ours.posterior(video[:, :, 0])
+    assert one.shape[1:] == ours.latent_shape((3, side, side))
+
+
+def test_an_autoencoder_of_pictures_takes_videos_frame_by_frame(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = diffusers.AutoencoderKL(latent_channels=4, norm_num_groups=4, block_out_channels=(8,))
+    model.save_pretrained(tmp_path)
+    ours, video = Autoencoder(tmp_path), torch.rand(2, 3, 5, 8, 8) * 2 - 1
+    mean, _ = ours.posterior(video)
+    assert mean.shape[1:] == ours.latent_shape((3, 5, 8, 8)) == (4, 5, 8, 8)
+    for frame in range(5):
+        assert torch.equal(mean[:, :, frame], ours.encode(video[:, :, frame]))
+
+
+def test_known_frames_are_those_of_wan_s_pipeline(tmp_path: Path) -> None:
+    model, ours = make("wan", tmp_path), Autoencoder(tmp_path)
+    parts = dict.fromkeys(("tokenizer", "text_encoder", "image_encoder", "image_processor"))
+    pipeline = diffusers.WanImageToVideoPipeline(
+        **parts, vae=model, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), transformer=None
+    )
+    clip = torch.rand(3, 9, 32, 32) * 2 - 1
+    _, known = pipeline.prepare_latents(
+        clip[None, :, 0], 1, 4, 32, 32, 9, torch.float32, torch.device("cpu")
+    )
+    shapes = {"known_mask": (4, 3, 4, 4), "known_video": (4, 3, 4, 4)}
+    fields = first_frame_fields(shapes, clip, ours)
+    assert torch.equal(fields["known_mask"], known[0, :4])
+    torch.testing.assert_close(fields["known_video"], known[0, 4:], rtol=0, atol=1e-6)
+
+
+def test_other_classes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKLCosmos"}')
+    with pytest.raises(AutoencoderError, match="describes AutoencoderKLCosmos; known are"):
+        Autoencoder(tmp_path)
+
+
+WAN = {
+    "in_channels": 12, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 12,
+    "text_dim": 8, "freq_dim": 16, "ffn_dim": 24, "num_layers": 1, "rope_max_seq_len": 16,
+    "text_length": 6,
+}  # fmt: skip
+BACKBONE = ["--backbone", "diffusers:WanTransformer3DModel"]
+
+
+def options(**settings: object) -> list[str]:
+    given = {**WAN, **settings}
+    return [word for name, value in given.items() for word in ("--option", f"{name}={value}")]
+
+
+def test_clips_become_latents_with_known_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("av")
+    monkeypatch.setenv("PULSE_CACHE_DIR", str(tmp_path / "cache"))
+    make("wan", tmp_path / "vae")
+    ours = Autoencoder(tmp_path / "vae")
+    for i in range(3):
+        write_film(tmp_path / f"clips/{i}.mkv", 9 + i, size=(32, 32))
+    write = ["data", "write-latents", "--from", f"videos:{tmp_path / 'clips'}", "--dtype", "fp32"]
+    write += ["--vae", str(tmp_path / "vae"), "--image-size", "32"]
+    sizes = options(frames=3, height=4, width=4)
+    out = ["-o", str(tmp_path / "latents")]
+    assert main([*write, "--frames", "9", *BACKBONE, *sizes, *out]) == 0
+    written = LatentFolder(tmp_path / "latents")
+    assert written.image_shape == (4, 3, 4, 4) and len(written) == 3
+    assert written.made_by["known_video"] == ours.made_by()
+    for i in range(3):
+        first = (i + 1) // 2  # the middle of 9, 10, 11 frames
+        frames = frames_by_pyav(tmp_path / f"clips/{i}.mkv")[first : first + 9]
+        clip = torch.from_numpy(np.stack(frames).astype(np.float32)).permute(3, 0, 1, 2) / 127.5 - 1
+        mean, _ = ours.posterior(clip[None])
+        torch.testing.assert_close(written.image(i), mean[0], rtol=0, atol=1e-6)
+        shapes = {name: spec.shape for name, spec in written.fields.items()}
+        expected = first_frame_fields(shapes, clip, ours)
+        for name, value in expected.items():
+            torch.testing.assert_close(written.conditioning(i)[name], value, rtol=0, atol=1e-6)
+    assert main([*write, "--frames", "8", "-o", str(tmp_path / "none")]) == 2
+    assert "takes 4k + 1 frames, not 8: give --frames 5, or 9" in capsys.readouterr().err
+
+
+def test_clips_of_several_lengths_become_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("av")
+    monkeypatch.setenv("PULSE_CACHE_DIR", str(tmp_path / "cache"))
+    make("wan", tmp_path / "vae")
+    for i in range(4):
+        write_film(tmp_path / f"clips/{i}.mkv", 5 + 4 * (i % 2), size=(32, 32))
+        Image.new("RGB", (32, 32), (i, 0, 0)).save(tmp_path / f"clips/still{i}.png")
+    assert main([
+        "data", "write-latents", "--from", f"videos:{tmp_path / 'clips'}", "--buckets", "32x32",
+        "--frames", "1,5,9", "--vae", str(tmp_path / "vae"), "-o", str(tmp_path / "latents"),
+    ]) == 0  # fmt: skip
+    stores = LatentStores(tmp_path / "latents")
+    assert sorted(each.image_shape for each in stores._stores) == [(4, n, 4, 4) for n in (1, 2, 3)]
+    assert sorted(path.name for path in (tmp_path / "latents").iterdir() if path.is_dir()) == [
+        "32x32x1", "32x32x5", "32x32x9",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
+def test_videos_are_written_side_by_side(suffix: str, tmp_path: Path) -> None:
+    av = pytest.importorskip("av")
+    videos = torch.linspace(-1, 1, 6).view(1, 6, 1, 1, 1).expand(2, 6, 3, 16, 16)
+    path = save_animation(videos, tmp_path / f"a{suffix}", 2, fps=8.0)
+    with av.open(str(path)) as container:
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        assert container.streams.video[0].average_rate == pytest.approx(8, abs=0.5)
+    assert len(frames) == 6 and frames[0].shape[1] >= 38
+    levels = [float(frame[10, 10].mean()) for frame in frames]
+    assert levels == pytest.approx([0, 51, 102, 153, 204, 255], abs=8)
