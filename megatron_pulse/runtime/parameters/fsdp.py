@@ -1,7 +1,8 @@
-"""A stage's parameters sharded over data-parallel ranks by torch's ``fully_shard`` (FSDP2, HSDP).
+"""A stage's parameters sharded over replicas by torch's ``fully_shard`` (FSDP2, HSDP).
 
 Layers are gathered unit by unit before they run, and gradients are reduce-scattered. This rank's
-rows of every parameter are plain tensors for the optimizer, the EMA and checkpoints.
+rows of every parameter are plain tensors for the optimizer, the EMA and checkpoints. Replicas are
+data-parallel ranks and the context-parallel ranks of each: gradients are the mean over both.
 """
 
 from __future__ import annotations
