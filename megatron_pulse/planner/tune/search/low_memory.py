@@ -21,7 +21,7 @@ from megatron_pulse.planner.tune.layer_costs import UnfitError
 from megatron_pulse.planner.tune.search.budget import Budget, Clock, ProcessorClock
 from megatron_pulse.planner.tune.search.fidelity import FAR
 from megatron_pulse.planner.tune.search.neighbourhood import recomputes_nothing
-from megatron_pulse.planner.tune.search.result import Shortlist, Tuning, keep_soonest
+from megatron_pulse.planner.tune.search.result import Shortlist, Tuning, merged
 from megatron_pulse.planner.tune.search.search import search
 
 UNANSWERED, ALL_SHARE, LEAST_SHARE = 0.2, 0.25, 0.1
@@ -79,7 +79,7 @@ def search_low_memory(
         spent = found.seconds
         found = search(evaluator, candidates, keep, Budget(left, clock), progress, finish_s)
         found.seconds += spent
-    return _both(found, with_all, keep)
+    return merged(found, with_all, keep)
 
 
 def _is_short(found: Tuning) -> bool:
@@ -104,30 +104,3 @@ def _with_fewer(evaluator: Evaluator, found: Tuning, keep: int, clock: Clock) ->
                 listed.add(fewer)
     found.outcomes, found.near = listed.best, listed.near
     found.seconds += clock() - began
-
-
-def _both(one: Tuning, other: Tuning, keep: int) -> Tuning:
-    listed = Shortlist(keep)
-    for outcome in (*one.near, *other.near, *one.outcomes, *other.outcomes):
-        listed.add(outcome)
-    rivals = dict(one.rivals)
-    for name, rival in other.rivals.items():
-        keep_soonest(rivals, name, rival)
-    degrees = dict(one.degrees)
-    for degree, counts in other.degrees.items():
-        degrees[degree] = degrees[degree] + counts if degree in degrees else counts
-    return Tuning(
-        outcomes=listed.best,
-        near=listed.near,
-        refused=one.refused + other.refused,
-        examples={**other.examples, **one.examples},
-        rivals=rivals,
-        simulated=one.simulated + other.simulated,
-        degrees=degrees,
-        num_configs=one.num_configs + other.num_configs,
-        num_simulated=one.num_simulated + other.num_simulated,
-        num_left=one.num_left + other.num_left,
-        bound_s=min(one.bound_s, other.bound_s),
-        seconds=one.seconds + other.seconds,
-        ready_s=one.ready_s + other.ready_s,
-    )

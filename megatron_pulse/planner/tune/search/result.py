@@ -123,3 +123,34 @@ def simplicity(config: Config) -> tuple[int, ...]:
     exact = not config.layout.collocates
     degrees = config.pipeline, config.tensor, config.context
     return (*map(int, extras), int(exact), *degrees)
+
+
+def merged(one: Tuning, other: Tuning, keep: int) -> Tuning:
+    """Result of two searches over different configs, with the ``keep`` best."""
+    listed = Shortlist(keep)
+    for outcome in (*one.near, *other.near, *one.outcomes, *other.outcomes):
+        listed.add(outcome)
+    rivals = dict(one.rivals)
+    for name, rival in other.rivals.items():
+        keep_soonest(rivals, name, rival)
+    degrees = dict(one.degrees)
+    for degree, counts in other.degrees.items():
+        degrees[degree] = degrees[degree] + counts if degree in degrees else counts
+    return Tuning(
+        outcomes=listed.best,
+        near=listed.near,
+        refused=one.refused + other.refused,
+        examples={**other.examples, **one.examples},
+        rivals=rivals,
+        simulated=one.simulated + other.simulated,
+        degrees=degrees,
+        num_configs=one.num_configs + other.num_configs,
+        num_simulated=one.num_simulated + other.num_simulated,
+        num_left=one.num_left + other.num_left,
+        bound_s=min(one.bound_s, other.bound_s),
+        seconds=one.seconds + other.seconds,
+        ready_s=one.ready_s + other.ready_s,
+        fsdp_baseline=one.fsdp_baseline or other.fsdp_baseline,
+        weight_offload=one.weight_offload or other.weight_offload,
+        stopped=one.stopped or other.stopped,
+    )
