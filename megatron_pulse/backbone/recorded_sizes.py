@@ -16,11 +16,15 @@ GIVES_SIZE = frozenset({*SIZES, "sample_size"})
 def options_at_size(record: Mapping[str, Any], height: int, width: int) -> dict[str, str]:
     """Options for samples of this height and width, of a recorded backbone.
 
-    Raises ValueError for a backbone without such options.
+    Videos keep the frames of the first recorded bucket. Raises ValueError for a backbone without
+    such options.
     """
     options = record["options"].keys()
     if {"height", "width"} <= options:
-        return {"height": str(height), "width": str(width)}
+        sizes = {"height": str(height), "width": str(width)}
+        if "frames" in options and (buckets := record["options"].get("buckets")):
+            sizes["frames"] = str(buckets).split("x")[0]
+        return sizes
     if "buckets" in options:
         return {"buckets": f"{height}x{width}"}
     named = ", ".join(size_options(record)) or "none"

@@ -169,8 +169,9 @@ def make_microbatch(
     if needs_image:
         found["noise"] = torch.stack([row.noise for row in rows if row.noise is not None])
         if training and loss.noise_offset:
-            offsets = [offset_noise(seed, *drawn, noised[0]) for drawn in draws]
-            found["noise"] += loss.noise_offset * torch.stack(offsets)
+            offsets = torch.stack([offset_noise(seed, *drawn, noised[0]) for drawn in draws])
+            sides = [1] * (len(noised) - 1)  # of videos also the frames
+            found["noise"] += loss.noise_offset * offsets.view(len(draws), noised[0], *sides)
         if training and loss.weights_samples:
             batch["loss_weights"] = loss.weights(process, timesteps)
         masks = _stacked([part.mask(*one) for one in visited] if training else [])

@@ -258,13 +258,12 @@ def loop_encoders(options: PulseOptions, backbone: Backbone) -> LoopEncoders | N
     if autoencodes and not faults:
         autoencoder = Autoencoder(folder / VAE, weighs=False)
         made = autoencoder.latent_channels
-        if autoencoder.is_video:
+        if autoencoder.is_video or len(backbone.sample_spec.shape) > 3:
             faults.append(
-                f"--pulse-encoders {folder}: {VAE}/ encodes videos, ahead of training alone: "
-                f"'pulse data write-latents --from {options.data} --encoders {folder} --backbone "
-                "NAME'"
+                f"--pulse-encoders {folder}: {VAE}/ encodes videos ahead of training alone: 'pulse "
+                f"data write-latents --from {options.data} --vae {folder / VAE} --frames N'"
             )
-        if made != channels:
+        elif made != channels:
             faults.append(
                 f"--pulse-encoders {folder}: {VAE}/ makes latents of {made} channels, but "
                 f"{backbone.name} takes {channels}"

@@ -11,9 +11,11 @@ from typing import Any
 import yaml
 
 from megatron_pulse.backbone.published_weights import Published
+from megatron_pulse.data.images.inpainting import reads_masks
 from megatron_pulse.dataclass_flags import RECIPE
 from megatron_pulse.diffusion.hub import HUB_NAME
 from megatron_pulse.diffusion.published import CARD
+from megatron_pulse.encoders.first_frame import starts_from_frame
 from megatron_pulse.errors import UserError
 from megatron_pulse.integration.checkpoint.saved_run import SavedRun
 from megatron_pulse.planner.plan_file.certificate import certificate_path, load_verification
@@ -89,6 +91,10 @@ def _task(saved: SavedRun) -> str:
         reads_text = text_recipe(str(saved.record["name"]), backbone) is not None
     except ValueError:  # text states of unknown encoders
         reads_text = True
+    if starts_from_frame(backbone.batch_fields):
+        return "image-to-video"
+    if reads_masks(backbone.batch_fields):
+        return "image-to-image"
     if reads_text:
         return "text-to-video" if video else "text-to-image"
     return "unconditional-image-generation"

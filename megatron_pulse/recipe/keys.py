@@ -104,8 +104,8 @@ class Data:
     """Training samples."""
 
     source: Text | None = key(
-        "mnist, digits8, or folder, captions, pairs, webdataset, parquet, datasets, latents, each "
-        "as KIND:PATH; several with commas, each perhaps with *REPEATS",
+        "mnist, digits8, or folder, captions, pairs, webdataset, parquet, datasets, videos, "
+        "latents, each as KIND:PATH; several with commas, each perhaps with *REPEATS",
         "--pulse-data",
     )
     sources: tuple[DataSource, ...] = key(

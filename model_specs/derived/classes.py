@@ -37,7 +37,12 @@ def _image(fallback: int = 64) -> Callable[[Config], dict[str, int]]:
 
 
 def _and(sizes: Callable[[Config], dict[str, int]], **more: int) -> Callable[..., dict[str, int]]:
-    return lambda config: {**sizes(config), **more}
+    return lambda config: _frames_first({**sizes(config), **more})
+
+
+def _frames_first(sizes: dict[str, int]) -> dict[str, int]:
+    """Sizes in the order of ``buckets``: frames, height, width, then the text."""
+    return {name: sizes[name] for name in sorted(sizes, key=lambda name: name != "frames")}
 
 
 def _times(name: str = "timestep") -> Input:
@@ -273,7 +278,7 @@ CLASSES: dict[str, Known] = {
     "UNet3DConditionModel": Known(_and(_image(32), frames=16, text_length=77), _unet_3d),
     "UNetMotionModel": Known(_and(_image(), frames=16, text_length=77), _motion),
     "UNetSpatioTemporalConditionModel": Known(
-        lambda config: {**_image(96)(config), "frames": config.num_frames}, _svd
+        lambda config: {"frames": config.num_frames, **_image(96)(config)}, _svd
     ),
     "Kandinsky3UNet": Known(_and(_image(128), text_length=128), _kandinsky3),
     "HunyuanDiT2DModel": Known(_image(), _hunyuan_dit),

@@ -124,3 +124,16 @@ def _pixels(path: Path) -> Any:
     import numpy as np
 
     return np.asarray(Image.open(path)).astype(np.float32)
+
+
+def test_weights_come_back_as_the_pipeline_s(checkpoint: Path, tmp_path: Path) -> None:
+    back = tmp_path / "back"
+    assert main(["export", "--load", str(checkpoint), "--raw", "--to", str(back)]) == 0
+    ours, theirs = (
+        diffusers.UNet2DConditionModel.from_pretrained(folder)
+        for folder in (back, tmp_path / "unet")
+    )
+    assert "pipeline_tag: image-to-image" in (back / "README.md").read_text()
+    assert ours.config.in_channels == 9 and ours.config.out_channels == 4
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name

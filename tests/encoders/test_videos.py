@@ -189,3 +189,20 @@ def test_videos_are_written_side_by_side(suffix: str, tmp_path: Path) -> None:
     assert len(frames) == 6 and frames[0].shape[1] >= 38
     levels = [float(frame[10, 10].mean()) for frame in frames]
     assert levels == pytest.approx([0, 51, 102, 153, 204, 255], abs=8)
+
+
+def test_noise_offset_is_that_of_a_channel_of_all_frames() -> None:
+    from megatron_pulse.data.dataset import ArrayDataset
+    from megatron_pulse.data.microbatches import make_microbatch
+    from megatron_pulse.diffusion.loss import LossChoice
+    from megatron_pulse.diffusion.objectives import DiffusionProcess, Objective
+
+    videos = ArrayDataset(np.zeros((2, 3, 4, 5, 5), np.float32), np.zeros(2), 1)
+    process = DiffusionProcess(Objective.EPSILON)
+    plain, offset = (
+        make_microbatch(videos, [(0, 0), (1, 1)], process, 3, loss=LossChoice(noise_offset=x))
+        for x in (0.0, 0.1)
+    )
+    difference = offset["target"] - plain["target"]
+    assert difference.std() > 0.01
+    assert (difference.flatten(2).std(2) < 1e-6).all()

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from megatron_pulse.backbone.appended_fields import APPENDED
+from megatron_pulse.backbone.recorded_sizes import options_at_size
 from megatron_pulse.diffusion.objectives import DiffusionProcess, Objective
 from megatron_pulse.diffusion.process_flags import FlowGrid
 from megatron_pulse.diffusion.sampling import sample
 from megatron_pulse.tracing.from_module import module_of, with_weights
 from megatron_pulse.tracing.initial_weights.sources import from_module_itself
 from model_specs import load_backbone
+from model_specs.derived.classes import CLASSES
 from tests.cli.small_unet import TINY
 from tests.model_specs.chains import build_chain
 from tests.tracing.zoo.videos import COGVIDEOX, WAN
@@ -162,3 +164,20 @@ def test_a_video_of_wan_i2v_is_that_of_the_pipeline() -> None:
         progress=False,
     )
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+def test_buckets_of_every_video_class_begin_with_frames() -> None:
+    config = {"num_frames": 2, "sample_size": 8}
+    sizes = {n: [*k.defaults(config)] for n, k in CLASSES.items() if callable(k.sizes)}
+    sizes |= {n: [*k.sizes] for n, k in CLASSES.items() if not callable(k.sizes)}
+    videos = {n: order for n, order in sizes.items() if "frames" in order}
+    assert len(videos) >= 6
+    assert all(order[:3] == ["frames", "height", "width"] for order in videos.values()), videos
+
+
+def test_another_size_keeps_the_frames_of_buckets() -> None:
+    record = {
+        "name": "x",
+        "options": {**dict.fromkeys(("height", "width", "frames")), "buckets": "5x8x8,1x8x8"},
+    }
+    assert options_at_size(record, 4, 6) == {"height": "4", "width": "6", "frames": "5"}

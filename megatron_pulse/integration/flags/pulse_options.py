@@ -91,7 +91,7 @@ def _num_chunks(options: PulseOptions) -> str | None:
 
 
 def _skip_corrupt(options: PulseOptions) -> str | None:
-    kinds = tuple(f"{kind}:" for kind in ("folder", "captions", *ARCHIVES))
+    kinds = tuple(f"{kind}:" for kind in ("folder", "captions", "videos", *ARCHIVES))
     if options.skip_corrupt and not (options.data or "").startswith(kinds):
         return f"is for image files: --pulse-data {'PATH, '.join(kinds)}PATH"
     return None
@@ -374,8 +374,8 @@ class PulseOptions:
     )
     data: str | None = flag(
         "training data: mnist, digits8, or KIND:PATH, of the kinds folder, captions, pairs, "
-        "webdataset, parquet, datasets (all images) and latents (see 'pulse data'); for a cascade "
-        "base=SPEC,upper=SPEC",
+        "webdataset, parquet, datasets (images), videos and latents (see 'pulse data'); for a "
+        "cascade base=SPEC,upper=SPEC",
         metavar="SPEC",
         marks=[FlagMark.STEPS],
     )
