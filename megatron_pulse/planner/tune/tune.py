@@ -11,7 +11,7 @@ from math import inf
 from megatron_pulse.errors import UserError, format_faults
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.tune.config import Choices, Config, why_none
-from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.fsdp.baseline import FsdpBaseline
 from megatron_pulse.planner.tune.layer_costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.report.oom_advice import oom_advice
@@ -66,9 +66,9 @@ def tune(
     step of the search and before later phases, with the current phase. Once ``stopped`` returns
     True, neither partitions nor FSDP2 are searched further. Raises UntunableError.
 
-    Each context degree is tuned by itself, the most promising first, in half of the time left.
-    Degrees whose lower bound is above the best step are dropped. The answer is thus the best of
-    what each degree gives alone.
+    Context degrees are tuned together in half of the time. Then each is tuned by itself, the most
+    promising first, in half of the time left. Degrees whose lower bound is above the best step are
+    dropped. The answer is the best of all.
     """
     clock = clock or ProcessorClock()
     began, evaluator.stopped = clock(), stopped
@@ -97,14 +97,25 @@ def _tune_degrees(
     seconds: float,
     finish_share: float,
 ) -> Tuning:
-    """Best of all context degrees of ``candidates``, those of ``choices``; empty if nothing
-    fits."""
+    """Best of all context degrees of ``candidates``, those of ``choices``; empty if nothing fits.
+
+    Counts are those of the degrees by themselves.
+    """
     began, found = tuner.clock(), Tuning()
+    together = tuner.tune(choices, candidates, seconds / 2, finish_share * seconds / 2, must=False)
+    soonest: dict[int, float] = {}
+    for outcome in (*together.near, *together.rivals.values(), *together.outcomes):
+        size = outcome.config.context
+        soonest[size] = min(soonest.get(size, inf), outcome.step_s)
+    found.outcomes, found.stopped = together.outcomes, together.stopped
+    found.seconds, found.ready_s = together.seconds, together.ready_s
+    found.fsdp_baseline = together.fsdp_baseline
+    found.weight_offload = together.weight_offload
     configs: dict[int, list[Config]] = {}
     for config in candidates:
         configs.setdefault(config.context, []).append(config)
     bounds = {size: tuner.least_s(own) for size, own in configs.items()}
-    order = sorted(configs, key=lambda size: (bounds[size], size))
+    order = sorted(configs, key=lambda size: (soonest.get(size, inf), bounds[size], size))
     for size in order:
         best_s = found.outcomes[0].step_s if found.outcomes else inf
         if found.outcomes and (found.stopped or bounds[size] >= best_s):
@@ -124,9 +135,12 @@ def _tune_degrees(
             tuner.progress(what, replace(now, seconds=spent_s + now.seconds))
 
         own = replace(tuner, progress=told).tune(*of, must=False)
-        ranked = sorted((*found.outcomes, *own.outcomes), key=lambda outcome: outcome.step_s)
+        best: dict[Config, Outcome] = {}
+        every = (*found.outcomes, *own.outcomes)
+        for outcome in sorted(every, key=lambda one: (one.extrapolated, one.step_s)):
+            best.setdefault(outcome.config, outcome)  # whole steps first: they can run
         found = merged(found, own, tuner.keep)
-        found.outcomes = ranked[: max(tuner.keep, 2)]
+        found.outcomes = list(best.values())[: max(tuner.keep, 2)]
     return found
 
 
