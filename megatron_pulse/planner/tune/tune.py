@@ -11,7 +11,7 @@ from math import inf
 from megatron_pulse.errors import UserError, format_faults
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.tune.config import Choices, Config, why_none
-from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.layer_costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.report.oom_advice import oom_advice
 from megatron_pulse.planner.tune.search.budget import Budget, Clock, ProcessorClock
@@ -65,9 +65,9 @@ def tune(
     step of the search and before later phases, with the current phase. Once ``stopped`` returns
     True, neither partitions nor FSDP2 are searched further. Raises UntunableError.
 
-    Each context degree is tuned by itself, the most promising first, in half of the time left.
-    Degrees whose lower bound is above the best step are dropped. The answer is thus the best of
-    what each degree gives alone.
+    Context degrees are tuned together in half of the time. Then each is tuned by itself, the most
+    promising first, in half of the time left. Degrees whose lower bound is above the best step are
+    dropped. The answer is the best of all.
     """
     clock = clock or ProcessorClock()
     began, evaluator.stopped = clock(), stopped
@@ -95,14 +95,25 @@ def _tune_degrees(
     seconds: float,
     finish_share: float,
 ) -> Tuning:
-    """Best of all context degrees of ``candidates``, those of ``choices``, and of FSDP with them;
-    empty if no candidate fits."""
+    """Best of all context degrees of ``candidates``, those of ``choices``; empty if nothing fits.
+
+    Counts are those of the degrees by themselves. FSDP2 is compared with all of them at once.
+    """
     began, found = tuner.clock(), Tuning()
+    together = tuner.tune(choices, candidates, seconds / 2, finish_share * seconds / 2, must=False)
+    soonest: dict[int, float] = {}
+    for outcome in (*together.near, *together.rivals.values(), *together.outcomes):
+        size = outcome.config.context
+        soonest[size] = min(soonest.get(size, inf), outcome.step_s)
+    found.outcomes, found.stopped = together.outcomes, together.stopped
+    found.seconds, found.ready_s = together.seconds, together.ready_s
+    found.fsdp_baseline, found.not_sharded = together.fsdp_baseline, together.not_sharded
+    found.weight_offload = together.weight_offload
     configs: dict[int, list[Config]] = {}
     for config in candidates:
         configs.setdefault(config.context, []).append(config)
     bounds = {size: tuner.least_s(own) for size, own in configs.items()}
-    order = sorted(configs, key=lambda size: (bounds[size], size))
+    order = sorted(configs, key=lambda size: (soonest.get(size, inf), bounds[size], size))
     for size in order:
         best_s = found.outcomes[0].step_s if found.outcomes else inf
         if found.outcomes and (found.stopped or bounds[size] >= best_s):
@@ -122,11 +133,12 @@ def _tune_degrees(
             tuner.progress(what, replace(now, seconds=spent_s + now.seconds))
 
         own = replace(tuner, progress=told, compares=False).tune(*of, must=False)
-        ranked = sorted((*found.outcomes, *own.outcomes), key=lambda outcome: outcome.step_s)
+        best: dict[Config, Outcome] = {}
+        every = (*found.outcomes, *own.outcomes)
+        for outcome in sorted(every, key=lambda one: (one.extrapolated, one.step_s)):
+            best.setdefault(outcome.config, outcome)  # whole steps first: they can run
         found = merged(found, own, tuner.keep)
-        found.outcomes = ranked[: max(tuner.keep, 2)]
-    if found.outcomes:
-        tuner.add_fsdp(found, choices)
+        found.outcomes = list(best.values())[: max(tuner.keep, 2)]
     return found
 
 
@@ -170,7 +182,8 @@ class _Tuner:
         )
         finish_s = max(0.0, finish_s - max(0.0, found.seconds - search_s))
         if not found.outcomes and found.num_left < found.num_configs:  # not for want of time alone
-            self.add_fsdp(found, choices)
+            self.add_baseline(found, choices)
+            add_fsdp(found, evaluator, choices, keep)
             add_weight_offload(found, evaluator, choices, keep)
             if found.outcomes:
                 return found
@@ -201,8 +214,7 @@ class _Tuner:
                 "nothing fits: whole schedules of the best configs need more memory than their "
                 "simulated part. Raise --seconds to try more configs, or relax the choices"
             )
-        if self.compares:
-            add_fsdp(found, evaluator, choices, keep)
+        add_fsdp(found, evaluator, choices, keep)
         found.stopped = self.stopped()
         if not found.stopped:
             progress("weight offload", found)
@@ -216,12 +228,6 @@ class _Tuner:
             sizes, degrees = choices.micro_batch_size, choices.context
             found.not_sharded = self.evaluator.not_sharded(degrees)
             found.fsdp_baseline = self.evaluator.fsdp_baseline(sizes, degrees)
-
-    def add_fsdp(self, found: Tuning, choices: Choices) -> None:
-        """Predict FSDP2, and make it the best of ``found`` if it is."""
-        if self.compares:
-            self.add_baseline(found, choices)
-            add_fsdp(found, self.evaluator, choices, self.keep)
 
 
 def _largest_shape(evaluator: Evaluator) -> str:

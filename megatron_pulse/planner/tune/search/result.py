@@ -151,6 +151,7 @@ def merged(one: Tuning, other: Tuning, keep: int) -> Tuning:
         seconds=one.seconds + other.seconds,
         ready_s=one.ready_s + other.ready_s,
         fsdp_baseline=one.fsdp_baseline or other.fsdp_baseline,
+        not_sharded=one.not_sharded or other.not_sharded,
         weight_offload=one.weight_offload or other.weight_offload,
         stopped=one.stopped or other.stopped,
     )
