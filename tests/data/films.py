@@ -23,18 +23,19 @@ def write_film(
     size: tuple[int, int] = (48, 32),
     rate: int = 25,
     milliseconds: Sequence[int] = (),
+    codec: str | None = None,
     **settings: Any,
 ) -> Path:
     """A film of ``count`` frames whose picture tells their number, with a key frame every five.
 
-    ``milliseconds`` are times of the frames.
+    ``milliseconds`` are times of the frames, ``codec`` is another than that of the suffix.
     """
     import av
 
-    codec, pixels = CODECS[path.suffix]
+    usual, pixels = CODECS[path.suffix]
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=rate)
+        stream = container.add_stream(codec or usual, rate=rate)
         stream.width, stream.height = size
         stream.pix_fmt, stream.codec_context.gop_size = pixels, 5
         for name, value in settings.items():

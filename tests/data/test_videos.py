@@ -59,6 +59,15 @@ def test_frames_are_those_of_pyav_bit_for_bit(suffix: str, tmp_path: Path) -> No
     assert np.array_equal(again.pts, film.pts) and again.seconds_per_pts == film.seconds_per_pts
 
 
+def test_frames_of_avi_are_shown_in_another_order_than_they_are_decoded(tmp_path: Path) -> None:
+    path = write_film(tmp_path / "a.avi", codec="libx264", max_b_frames=3)
+    expected, film = frames_by_pyav(path), film_of(path)
+    assert len(film.pts) == len(expected) == 20
+    found = frames_of(path, film.pts[[16, 3, 4, 5, 19]].tolist())
+    for frame, i in zip(found, [16, 3, 4, 5, 19], strict=True):
+        assert np.array_equal(frame, expected[i])
+
+
 def test_moments_take_the_frame_that_is_shown(tmp_path: Path) -> None:
     times = [0, 40, 80, 200, 1000, 1040, 1500, 2000]  # of a variable frame rate
     film = film_of(write_film(tmp_path / "a.mkv", len(times), milliseconds=times))
@@ -289,3 +298,18 @@ def test_show_and_info_tell_of_clips(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert said in capsys.readouterr().err
     assert main(["data", "info", "mnist", "--frames", "5"]) == 2
     assert "are for videos:PATH" in capsys.readouterr().err
+
+
+def test_numbered_pictures_beside_others_are_no_film_and_that_is_said(tmp_path: Path) -> None:
+    folder = write_frames(tmp_path / "films/a", 4)
+    Image.new("RGB", (48, 32)).save(folder / "cover.png")
+    data = opened(tmp_path / "films", (16, 24, 1))
+    assert len(data) == 5
+    assert "a: its numbered pictures are no film, as there are others" in str(data.cautions)
+
+
+def test_what_finds_damaged_clips_has_their_sizes(tmp_path: Path) -> None:
+    write_film(tmp_path / "films/a.mp4")
+    data = opened(tmp_path / "films", (16, 24, 5), (16, 24, 1), fps=25.0, frame_stride=2)
+    words = "--buckets 24x16 --frames 5,1 --fps 25 --frame-stride 2' lists them all"
+    assert words in data.remedy

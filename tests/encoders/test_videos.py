@@ -154,6 +154,10 @@ def test_clips_become_latents_with_known_frames(
         expected = first_frame_fields(shapes, clip, ours)
         for name, value in expected.items():
             torch.testing.assert_close(written.conditioning(i)[name], value, rtol=0, atol=1e-6)
+    capsys.readouterr()
+    assert main([*write, "--frames", "9", *BACKBONE, *sizes, *out]) == 0  # it is there
+    assert main([*write, "--frames", "9", "--fps", "25", *BACKBONE, *sizes, *out]) == 2
+    assert "frame stride 1 at 25 frames a second" in capsys.readouterr().err
     assert main([*write, "--frames", "8", "-o", str(tmp_path / "none")]) == 2
     assert "takes 4k + 1 frames, not 8: give --frames 5, or 9" in capsys.readouterr().err
 

@@ -525,4 +525,7 @@ def _source(
         text += ", captions as word vectors"
     if reads_masks(dataset.fields):
         text += f", masks {args.inpaint_masks}"
+    if (clips := read_flags(ClipChoice, args)) != ClipChoice():
+        rate = "" if clips.fps is None else f" at {clips.fps:g} frames a second"
+        text += f", frame stride {clips.frame_stride}{rate}"
     return text if autoencoder is None else f"{text}, {_POSTERIORS[_posterior(args)]}"

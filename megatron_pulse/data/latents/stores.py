@@ -152,6 +152,9 @@ class LatentStores(Joined):
     def pixels_of(self, shape: int) -> tuple[int, int]:
         return self._stores[self._shape_of.index(shape)].pixel_size
 
+    def frames_of(self, shape: int) -> int:
+        return self._stores[self._shape_of.index(shape)].frames_of(0)
+
     def ties(self) -> Sequence[Sequence[Hashable]]:
         own = [store.ties() for store in self._stores]
         found: list[Sequence[Hashable]] = []

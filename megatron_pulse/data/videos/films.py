@@ -84,10 +84,12 @@ def frames_of(path: Path, pts: Sequence[int] | None = None) -> list[Image.Image]
     # Where a container's index is wrong, no frame is found behind the place sought.
     for seeks in (True, False) if wanted else (False,):
         with _opened(path) as (container, stream):
-            if seeks and wanted:
+            reorders = container.format.name == "avi" and stream.codec_context.has_b_frames
+            if seeks and wanted and not reorders:
                 with suppress(OSError, ValueError):
                     container.seek(min(wanted), stream=stream, backward=True)
-            found = dict(_decoded(container, stream, wanted))
+            stamps = _stamps_of(path) if reorders else ()
+            found = dict(_decoded(container, stream, wanted, stamps))
         if wanted is None or wanted <= found.keys():
             break
     if wanted is None:
@@ -98,19 +100,24 @@ def frames_of(path: Path, pts: Sequence[int] | None = None) -> list[Image.Image]
 
 
 def _read(path: Path) -> Film:
-    with _opened(path) as (container, stream):
-        packets = list(_time_stamps(container.demux(stream)))
-        time_base = float(stream.time_base)
-    pts = np.array(sorted(set(packets)), np.int64)
+    pts = np.array(_stamps_of(path), np.int64)
     if not len(pts):
         raise ValueError("it has no frames")
+    with _opened(path) as (_, stream):
+        time_base = float(stream.time_base)
     (first,) = frames_of(path, [int(pts[0])])
     width, height = first.size
     return Film(height, width, pts, time_base)
 
 
+def _stamps_of(path: Path) -> list[int]:
+    """Time stamps of all frames, ascending."""
+    with _opened(path) as (container, stream):
+        return sorted({*_time_stamps(container.demux(stream))})
+
+
 def _time_stamps(packets: Iterator[Any]) -> Iterator[int]:
-    """Time stamps of frames; AVI gives only the order of decoding."""
+    """Time stamps of packets; AVI gives only the order of decoding."""
     for number, packet in enumerate(packets):
         if number > _MOST_FRAMES:
             raise ValueError(f"it has more than {_MOST_FRAMES:,} frames. Cut it")
@@ -120,13 +127,19 @@ def _time_stamps(packets: Iterator[Any]) -> Iterator[int]:
 
 
 def _decoded(
-    container: Any, stream: Any, wanted: set[int] | None
+    container: Any, stream: Any, wanted: set[int] | None, stamps: Sequence[int]
 ) -> Iterator[tuple[int, Image.Image]]:
-    """(time stamp, upright picture) of the ``wanted`` frames."""
+    """(time stamp, upright picture) of the ``wanted`` frames.
+
+    ``stamps``, if there are any, are those of the frames as they come from the first on. (AVI tells
+    when a frame is decoded, not when it is shown.)
+    """
     last = max(wanted) if wanted else math.inf
     for number, frame in enumerate(container.decode(stream)):
         stamp = frame.dts if frame.pts is None else frame.pts
-        if stamp is None:
+        if number < len(stamps):
+            stamp = stamps[number]
+        elif stamp is None:
             stamp = number
         if wanted is None or stamp in wanted:
             if frame.is_corrupt:

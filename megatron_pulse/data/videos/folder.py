@@ -8,6 +8,7 @@ films and folders of frames: ``a.txt`` for ``a.mp4`` or ``a/``.
 from __future__ import annotations
 
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from megatron_pulse.data.images.listing import Listing, is_picture
 from megatron_pulse.data.images.metadata import TEXT, read_captions
 from megatron_pulse.data.images.opening import UNREADABLE, opened
 from megatron_pulse.data.images.pictures import Crop, decoded, fitted
-from megatron_pulse.data.images.shapes import NearestShape
+from megatron_pulse.data.images.shapes import NearestShape, shown
 from megatron_pulse.data.images.sizes import Head, heads_of
 from megatron_pulse.data.picture_choice import ClipChoice
 from megatron_pulse.data.split_groups import ends_hash, name_hash
@@ -79,7 +80,12 @@ def frame_numbers(
 
 @dataclass(frozen=True)
 class ClipListing(Listing):
-    """Files below a folder, with folders of frames in the place of their pictures."""
+    """Files below a folder, with folders of frames in the place of their pictures.
+
+    ``mixed`` are folders with other pictures beside numbered ones, which are then no frames.
+    """
+
+    mixed: tuple[Path, ...] = ()
 
     @classmethod
     def of(cls, root: Path) -> ClipListing:
@@ -91,7 +97,10 @@ class ClipListing(Listing):
                 inside[path.parent].append(path)
         frames = {folder for folder, pictures in inside.items() if _are_frames(pictures)}
         files = [p for p in whole.files if p.parent not in frames or not is_picture(p)]
-        return cls(root, sorted([*files, *frames]), whole.hidden, whole.links)
+        mixed = [
+            folder for folder, own in inside.items() if folder not in frames and _numbered(own)
+        ]
+        return cls(root, sorted([*files, *frames]), whole.hidden, whole.links, tuple(sorted(mixed)))
 
     @property
     def pictures(self) -> list[Path]:
@@ -105,6 +114,11 @@ def _are_frames(pictures: Sequence[Path]) -> bool:
     found = [_NUMBERED.fullmatch(path.stem) for path in pictures]
     names = {match[1] if match else None for match in found}
     return len(pictures) > 1 and len(names) == 1 and None not in names
+
+
+def _numbered(pictures: Sequence[Path]) -> bool:
+    found = [match[1] for path in pictures if (match := _NUMBERED.fullmatch(path.stem))]
+    return len({*found}) < len(found)
 
 
 def frame_files(folder: Path) -> list[Path]:
@@ -164,7 +178,14 @@ class VideoFolder(WordedImages):
             groups, fields=fields,
         )  # fmt: skip
         self._heads = [heads[path] for path in kept]
-        self.cautions = [*said.cautions, *_left_aside(root, aside)]
+        self.cautions = [
+            *said.cautions,
+            *_left_aside(root, aside),
+            *(
+                f"{folder}: its numbered pictures are no film, as there are others"
+                for folder in listing.mixed
+            ),
+        ]
 
     def _look(self, path: Path) -> Head:
         """Head of a clip, whose film is then known; raises ``UNREADABLE``."""
@@ -276,6 +297,21 @@ class VideoFolder(WordedImages):
         target, place = self.shapes[self.shape_index(index)], None
         place = None if variation is None else variation.crop
         return Framing(head[:2], Crop.of((head[1], head[0]), target, place).corner, target)
+
+    @property
+    def remedy(self) -> str:
+        """The remedy for clips that cannot be read."""
+        spec, choice = shlex.quote(f"{self.kind}:{self.root}"), self.choice
+        words = [
+            f"--buckets {','.join(dict.fromkeys(map(shown, self.shapes)))}",
+            f"--frames {','.join(map(str, dict.fromkeys(self.frame_counts)))}",
+            *([] if choice.fps is None else [f"--fps {choice.fps:g}"]),
+            *([] if choice.frame_stride == 1 else [f"--frame-stride {choice.frame_stride}"]),
+        ]
+        return (
+            "Replace or remove it, or train with --pulse-skip-corrupt to skip such clips. "
+            f"'pulse data check {spec} {' '.join(words)}' lists them all."
+        )
 
     def check(self, index: int) -> None:
         """Decode all frames, and compare their number with that of the time stamps."""

@@ -280,7 +280,12 @@ class Evaluator:
         best: FsdpBaseline | None = None
         for size in self._fsdp_context(context):
             below_s = math.inf if best is None else best.step_s
-            best = fsdp_baseline(*of, *own, self.stopped, sizes, size, below_s) or best
+            best = (
+                fsdp_baseline(
+                    *of, *own, self.stopped, sizes, size, below_s, self.state.optimizer_bytes
+                )
+                or best
+            )
         return None if self.stopped() else best
 
     def fsdp_step(
@@ -293,7 +298,8 @@ class Evaluator:
         """Predicted step of one FSDP layout with these activation policies, whether or not it
         fits."""
         of = self.profile, self.cluster, self.global_batch_size, [micro_batch_size]
-        configs = fsdp_configs(*of, self.state.ema, not self.state.grad_reduce_in_bf16, context)
+        own = self.state.ema, not self.state.grad_reduce_in_bf16
+        configs = fsdp_configs(*of, *own, context, self.state.optimizer_bytes)
         fitted = configs.costed(FsdpConfig(micro_batch_size, layout), activations)
         byte_s = copying_s(self.profile, self.estimator.adam_s)
         transfers = collective_seconds(self.cluster, fitted.sharding, byte_s)

@@ -95,6 +95,18 @@ def test_degrees_that_fsdp_may_take() -> None:
     assert Evaluator(of_tokens(CHAIN, heads=6), machine, 4).fsdp_baseline((1,), (4,)) is None
 
 
+def test_an_optimizer_without_moments_takes_less() -> None:
+    machine = cluster(1, 4)
+    adam, sgd = (
+        Evaluator(CHAIN, machine, 4, state=replace(HALF, optimizer_bytes=each)).fsdp_baseline()
+        for each in (8.0, 0.0)
+    )
+    assert adam is not None and sgd is not None
+    trained = sum(layer.trained_parameters for layer in CHAIN.layers)
+    fewer = adam.fitted.needs_bytes - sgd.fitted.needs_bytes
+    assert fewer == pytest.approx(8 * trained / 4, rel=0.1)
+
+
 def large() -> Profile:
     """A layer saves more than a device holds, unless ranks share it."""
     return of_tokens(

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_pulse.format import format_number, with_plural
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout
+from megatron_pulse.planner.partition.memory import ADAM_BYTES
 from megatron_pulse.planner.tune.config import divisors
 from megatron_pulse.planner.tune.context_rank import of_context_rank
 from megatron_pulse.planner.tune.estimate import OPTIMIZER_BYTES, is_cpu
@@ -130,6 +131,7 @@ def fsdp_baseline(
     allowed: Collection[int] | None = None,
     context: int = 1,
     below_s: float = math.inf,
+    optimizer_bytes: float = ADAM_BYTES,
 ) -> FsdpBaseline | None:
     """Fastest FSDP2 or HSDP configuration, by branch and bound over all of them.
 
@@ -137,8 +139,8 @@ def fsdp_baseline(
     ``reduces_fp32`` reduces gradients in fp32; ``allowed`` are the microbatch sizes. ``context``
     ranks share the tokens of a sample, by the costs of ``profile``, and the parameters with all.
     Returns None for one device, a batch that the replicas do not divide, if nothing fits, or if no
-    step takes less than ``below_s``. Also returns None once ``stopped``. No configuration that was
-    skipped is faster (``least_s``).
+    step takes less than ``below_s``. ``optimizer_bytes`` per parameter are those of its state. Also
+    returns None once ``stopped``. No configuration that was skipped is faster (``least_s``).
     """
     each, left = divmod(samples * context, cluster.num_devices)
     if cluster.num_devices == 1 or left:
@@ -148,7 +150,8 @@ def fsdp_baseline(
         sizes = [size for size in sorted(allowed) if each % size == 0]
     if not sizes:
         return None
-    configs = fsdp_configs(profile, cluster, samples, sizes, ema, reduces_fp32, context)
+    of = profile, cluster, samples, sizes
+    configs = fsdp_configs(*of, ema, reduces_fp32, context, optimizer_bytes)
     trained = sum(layer.trained_parameters for layer in profile.layers)
 
     @cache
@@ -195,13 +198,20 @@ def fsdp_configs(
     ema: bool,
     reduces_fp32: bool,
     context: int,
+    optimizer_bytes: float,
 ) -> FsdpConfigs:
     """FSDP configurations on all devices of ``cluster``, of which ``context`` share tokens."""
     if context > 1:
         # Exchanges take as long as at these sizes: those of other sizes do not tell them.
         profile = of_context_rank(profile.only(*sizes), cluster, context)
     of = profile, cluster.num_devices, samples, cluster.usable_bytes, sizes
-    return FsdpConfigs(*of, ema=ema, reduces_fp32=reduces_fp32, context=context)
+    return FsdpConfigs(
+        *of,
+        ema=ema,
+        reduces_fp32=reduces_fp32,
+        context=context,
+        optimizer_bytes=optimizer_bytes,
+    )
 
 
 def predict(

@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout, Gathering
+from megatron_pulse.planner.partition.memory import ADAM_BYTES
 from megatron_pulse.planner.tune.fsdp.layer_dp import ActivationRoom
 from megatron_pulse.planner.tune.fsdp.recompute import RecomputeCosts
 from megatron_pulse.planner.tune.fsdp.step import (
     AVERAGE_BYTES,
-    STATE_BYTES,
+    MAIN_BYTES,
     STEADY,
     SUMMED_BYTES,
     ShardedUnit,
@@ -89,13 +90,14 @@ class FsdpConfigs:
         ema: bool = False,
         reduces_fp32: bool = False,
         context: int = 1,
+        optimizer_bytes: float = ADAM_BYTES,
     ) -> None:
         self.widened = 4 / ELEMENT_BYTES[profile.dtype] if reduces_fp32 else 1.0
         self.profile, self.num_devices, self.samples = profile, num_devices, samples
         self.context = context
         self.usable, self.sizes, self.time_scale = usable, sizes, time_scale
         self.element_bytes = ELEMENT_BYTES[profile.dtype]
-        self.trained_bytes = STATE_BYTES + (AVERAGE_BYTES if ema else 0)
+        self.trained_bytes = MAIN_BYTES + optimizer_bytes + (AVERAGE_BYTES if ema else 0)
         self.moved = moved or (lambda count: self.element_bytes * count)
         self.recomputing = cache(partial(RecomputeCosts, profile))
         self.bare = cache(self._bare)

@@ -22,8 +22,8 @@ from megatron_pulse.planner.layout.fsdp_layout import (
     prefetched_before_freed,
 )
 
-STATE_BYTES = 12
-"""Bytes per parameter, divided over a group: fp32 main parameter and both moments of Adam."""
+MAIN_BYTES = 4
+"""Bytes per parameter, divided over a group, beside the optimizer's state: fp32 main parameter."""
 
 SUMMED_BYTES = 4
 """Bytes per gradient, divided over a group: fp32, allocated from the first reduction of a step
