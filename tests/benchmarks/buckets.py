@@ -4,8 +4,8 @@ Profiles a UNet at each bucket's shape on two cores at once, and probes what two
 of two pipeline devices is tuned and trained by, and the steps of each bucket are compared. Then the
 same with one microbatch size for all buckets, by the same cuts: the gain of sizes of their own.
 A machine's speed may drift between a profile and a run. Profiles and runs therefore alternate. The
-prediction is the mean of the plan's steps by all profiles, and the error is that of the mean over
-all steps. The drift is the range of the predictions.
+prediction is the median of the plan's steps by each profile, the measurement the mean of all steps,
+without their extreme tenths. The drift is the range of the predictions.
 
     .venv/bin/python -m tests.benchmarks.buckets --rounds 3 --json buckets.json
 """
@@ -61,8 +61,8 @@ class Cell:
 
     @property
     def predicted_s(self) -> float:
-        """Mean of the predictions."""
-        return statistics.mean(self.predicted)
+        """Median of the predictions: a profile may have been disturbed."""
+        return statistics.median(self.predicted)
 
     @property
     def measured_s(self) -> float:
@@ -71,12 +71,12 @@ class Cell:
 
     @property
     def error(self) -> float:
-        """Error of the mean prediction, as a share of what was measured."""
+        """Error of the prediction, as a share of what was measured."""
         return self.predicted_s / self.measured_s - 1
 
     @property
     def drift(self) -> float:
-        """Range of the predictions, as a share of their mean."""
+        """Range of the predictions, as a share of their median."""
         return (max(self.predicted) - min(self.predicted)) / self.predicted_s
 
     def cells(self) -> dict[str, Any]:
