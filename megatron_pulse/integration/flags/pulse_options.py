@@ -259,8 +259,7 @@ class PulseOptions:
         False,
     )
     auto_context: bool = flag(
-        "with --pulse-auto: measure context parallelism too, and search --context-parallel-size "
-        "(default: 1 unless given)",
+        "with --pulse-auto: measure and search --context-parallel-size too",
         False,
     )
     fully_sharded: FsdpChoice = flags_of(FsdpChoice)
@@ -399,9 +398,9 @@ class PulseOptions:
         check=_masks,
     )
     inpaint_masks: str = flag(
-        "masks of an inpainting model's training pictures, white where they are drawn anew: random "
-        "(a function of seed and sample), or a folder of grey pictures with the names of those of "
-        "--pulse-data. Pictures of --pulse-validation-data have random ones (default random)",
+        "masks of pictures, white where an inpainting model draws anew: random (by seed and "
+        "sample), or a folder of grey pictures named as those of --pulse-data. "
+        "--pulse-validation-data has random ones (default random)",
         RANDOM,
         metavar="random|DIR",
         marks=[FlagMark.STEPS],
