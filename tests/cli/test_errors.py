@@ -27,7 +27,7 @@ CASES = {
     "bad classes": ([*SAMPLE, "--classes", "a-3"], ["write classes as 0-9 or 3,5"]),
     "backward classes": ([*SAMPLE, "--classes", "9-0"], ["runs backwards"]),
     "several at once": (
-        [*SAMPLE[:3], "-o", "grid.gif", "--steps", "0", "--per-class", "0", "--guidance", "nan"],
+        [*SAMPLE[:3], "-o", "grid.jpg", "--steps", "0", "--per-class", "0", "--guidance", "nan"],
         ["must end in .png", "--steps is 0; it must be from 1 to the timesteps of",
          "--per-class is 0", "--guidance is nan", "5 faults"],
     ),
