@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,6 @@ def controlled(
     """
     if not files:
         return rows, {}
-    import torch
-
     from megatron_pulse.data.dataset import FieldSpec
     from megatron_pulse.data.images.conditioning import CONDITIONING, control_picture
 
@@ -34,15 +32,7 @@ def controlled(
         raise UserError(f"--control-image: {backbone.name} has no control branch: leave it out")
     rows, files = _one_for_each("--control-image", rows, files)
     spec = FieldSpec(backbone.batch_fields[CONDITIONING].shape)
-    pictures: dict[Path, Tensor] = {}
-    faults: list[str] = []
-    for file in dict.fromkeys(files):
-        with collecting(faults):
-            pictures[file] = control_picture(file, spec)
-    if faults:
-        raise UserError(summarize(faults))
-    seen = torch.stack([pictures[file] for file in files])
-    return rows, {CONDITIONING: seen.repeat_interleave(each, 0)}
+    return rows, _fields_of(files, each, lambda file: {CONDITIONING: control_picture(file, spec)})
 
 
 def inpainted(
@@ -59,8 +49,6 @@ def inpainted(
     """
     if not files:
         return rows, {}
-    import torch
-
     from megatron_pulse.backbone.appended_fields import INPAINT_MASK, MASKED_IMAGE
     from megatron_pulse.data.dataset import FieldSpec
     from megatron_pulse.data.images.inpainting import mask_of_latents, masked_picture, reads_masks
@@ -74,21 +62,15 @@ def inpainted(
     if autoencoder is not None:
         factor = autoencoder.factor
         pixels = FieldSpec((autoencoder.in_channels, height * factor, width * factor))
-    found: dict[tuple[Path, Path], dict[str, Tensor]] = {}
-    faults: list[str] = []
-    for pair in dict.fromkeys(files):
-        with collecting(faults):
-            found[pair] = masked_picture(*pair, pixels)
-    if faults:
-        raise UserError(summarize(faults))
-    if autoencoder is not None:
-        for fields in found.values():
+
+    def masked(pair: tuple[Path, Path]) -> dict[str, Tensor]:
+        fields = masked_picture(*pair, pixels)
+        if autoencoder is not None:
             fields[MASKED_IMAGE] = autoencoder.encode(fields[MASKED_IMAGE][None])[0]
             fields[INPAINT_MASK] = mask_of_latents(fields[INPAINT_MASK], of_mask)
-    return rows, {
-        name: torch.stack([found[pair][name] for pair in files]).repeat_interleave(each, 0)
-        for name in (INPAINT_MASK, MASKED_IMAGE)
-    }
+        return fields
+
+    return rows, _fields_of(files, each, masked)
 
 
 def continued(
@@ -124,18 +106,32 @@ def continued(
     count = backbone.sample_spec.shape[0 if autoencoder.frames_first else 1]
     count = (count - 1) * autoencoder.frame_factor + 1
     channels, factor = autoencoder.in_channels, autoencoder.factor
-    found: dict[Path, dict[str, Tensor]] = {}
+    vae = autoencoder
+
+    def begun(file: Path) -> dict[str, Tensor]:
+        clip = torch.zeros(channels, count, height * factor, width * factor)
+        clip[:, 0] = one_picture(file, channels, (height * factor, width * factor))
+        return first_frame_fields(shapes, clip, vae)
+
+    return rows, _fields_of(files, each, begun)
+
+
+def _fields_of[File](
+    files: Sequence[File], each: int, fields_of: Callable[[File], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Fields of ``each`` samples of every file; raises UserError with the faults of all files."""
+    import torch
+
+    found: dict[File, dict[str, Tensor]] = {}
     faults: list[str] = []
     for file in dict.fromkeys(files):
         with collecting(faults):
-            clip = torch.zeros(channels, count, height * factor, width * factor)
-            clip[:, 0] = one_picture(file, channels, (height * factor, width * factor))
-            found[file] = first_frame_fields(shapes, clip, autoencoder)
+            found[file] = fields_of(file)
     if faults:
         raise UserError(summarize(faults))
-    return rows, {
+    return {
         name: torch.stack([found[file][name] for file in files]).repeat_interleave(each, 0)
-        for name in shapes
+        for name in found[files[0]]
     }
 
 

@@ -190,7 +190,7 @@ def _write_store(
     shape = dataset.image_shape
     if autoencoder is not None:
         shape = autoencoder.latent_shape(shape)
-    made_by = {} if autoencoder is None else {LATENT: autoencoder.made_by()}
+    made_by = {} if autoencoder is None else {LATENT: autoencoder.made_by()}  # reads all weights
     revision = _revision(dataset, texts=args.encoders is not None or text_states is not None)
     if backbone is not None:
         dataset, texts = _encoded(args, dataset, shape, backbone, open_texts)
@@ -200,7 +200,7 @@ def _write_store(
         warn(remark, *dataset.cautions, *cut_short(dataset))
     fields = {**dataset.fields, **({FRAMING: FRAMING_SPEC} if dataset.frames else {})}
     if autoencoder is not None and backbone is not None and reads_masks(fields):
-        made_by[MASKED_IMAGE] = autoencoder.made_by()
+        made_by[MASKED_IMAGE] = made_by[LATENT]
         for name in (INPAINT_MASK, MASKED_IMAGE):
             fields[name] = FieldSpec(backbone.batch_fields[name].shape)
     if backbone is not None and starts_from_frame(backbone.batch_fields):
@@ -208,7 +208,7 @@ def _write_store(
             require([f"--backbone {args.backbone} continues frames: give a --vae of videos"])
         for name in sorted(FIRST_FRAME & {*backbone.batch_fields}):
             fields[name] = FieldSpec(backbone.batch_fields[name].shape)
-            made_by[name] = autoencoder.made_by() if autoencoder is not None else ""
+            made_by[name] = made_by[LATENT]
     layout = LatentLayout(
         shape=shape,
         num_classes=dataset.num_classes,

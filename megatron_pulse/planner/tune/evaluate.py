@@ -268,8 +268,10 @@ class Evaluator:
     def fsdp_baseline(
         self, sizes: Collection[int] | None = None, context: Collection[int] | None = None
     ) -> FsdpBaseline | None:
-        """Best FSDP2 or HSDP configuration for the same batch and devices, with microbatches of
-        these ``sizes`` and these ``context`` degrees (default: all that the profile knows).
+        """Best FSDP2 or HSDP configuration for the same batch and devices.
+
+        Microbatches have one of ``sizes``. ``context`` are the degrees to try (default: all that
+        the profile knows).
 
         Returns None if none fits, if ``not_sharded`` names a reason, or once ``stopped``.
         """

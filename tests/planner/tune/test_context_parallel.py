@@ -100,7 +100,7 @@ def test_ranks_whose_heads_do_not_divide_pass_keys_and_values_round() -> None:
 
 
 def test_measured_all_to_alls_replace_links() -> None:
-    """Of as many ranks; between two sizes the time is on a line."""
+    """Time of groups of as many ranks, on a line between two measured sizes."""
     measured = AllToAllTimes(4, (10**6, 3 * 10**6), (1e-3, 2e-3))
     machine = replace(cluster(1, 8), all_to_alls=(measured,))
     calls = [1e-3 + 1e-3 * (2e6 - 1e6) / 2e6] * 2 + [1e-3] * 2  # of 2 MB and of 0.6 MB

@@ -79,7 +79,7 @@ def test_none_of_all_degrees_is_faster(seed: int) -> None:
 
 
 def test_degrees_that_fsdp_may_take() -> None:
-    """Of devices, nodes, heads and the batch."""
+    """Degrees that devices, nodes, heads and the batch allow."""
     machine = cluster(2, 4)
     assert (
         "8 devices do not divide a global batch of 4"
