@@ -14,9 +14,8 @@ from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.tune.fsdp.step import Sharding
-
-TIMEOUT_S = 120.0
-"""For any one wait of a rank."""
+from tests.benchmarks.token_sharing import TIMEOUT_S as TIMEOUT_S
+from tests.benchmarks.token_sharing import TokenSharing
 
 
 class Engine(StrEnum):
@@ -56,7 +55,7 @@ class Contestant:
     runs where that was chosen, and ``micro_batch_size`` its microbatches' samples (0: as the
     backbone's). ``encoders`` run too, those that are no bubble tasks of the schedule in front of
     the step; ``backbone`` is run in the place of the others' (ours, relaying skips, or of other
-    microbatches).
+    microbatches). ``sharing`` are ranks that share tokens (ours, FSDP2, HSDP).
     """
 
     name: str
@@ -79,6 +78,7 @@ class Contestant:
     sharding: Sharding | None = None
     encoders: Encoders | None = None
     backbone: Backbone | None = None
+    sharing: TokenSharing | None = None
 
     def peak_memory(self, schedule: Schedule) -> tuple[float, ...]:
         """The most bytes of activations on each device, by this schedule."""

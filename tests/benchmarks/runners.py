@@ -53,11 +53,15 @@ def ours(contestant: Contestant, backbone: Any) -> Runner:
     from megatron_pulse.runtime.failure_board import default_board
     from megatron_pulse.runtime.p2p.transfers import Links
     from megatron_pulse.runtime.tensor_settings import RunSettings
-    from tests.runtime.emulated import EmulatedStage
+    from tests.benchmarks.token_sharing import SharingGroups
+    from tests.runtime.emulated import EmulatedStage, StageCalls
 
     partition, schedule, problem = contestant.partition, contestant.schedule, contestant.problem
     assert partition is not None and schedule is not None and problem is not None
     rank, group = dist.get_rank(), dist.group.WORLD
+    shared = None if contestant.sharing is None else SharingGroups(contestant.sharing)
+    if shared is not None:
+        rank, group = dist.get_rank(shared.pipeline), shared.pipeline
     routes = trace_routes(backbone, partition)
     settings = RunSettings(1, torch.float32, torch.device("cpu"), lambda p, batch: p.sum())
     board = default_board()
@@ -65,6 +69,16 @@ def ours(contestant: Contestant, backbone: Any) -> Runner:
     communication = compile_communication(routes, schedule, problem)
     links.connect(communication)
     own = partition.placement.stages_of_device(rank)
+    exchanged = 0
+    if shared is not None:
+        exchanged = shared.sharing.passes(contestant.num_microbatches, own)
+
+    def calls(stage: int) -> StageCalls:
+        if shared is None:
+            return StageCalls()
+        every = shared.sharing.forward, shared.sharing.recompute, shared.sharing.backward
+        return StageCalls(*(shared.calls(each[stage]) for each in every))
+
     encoded = None
     if contestant.encoders is not None:
         from tests.benchmarks.sleeping_encoders import Encoded
@@ -76,7 +90,7 @@ def ours(contestant: Contestant, backbone: Any) -> Runner:
         schedule,
         compile_program(schedule, communication, rank),
         rank,
-        {s: EmulatedStage(backbone, routes, s, problem, settings) for s in own},
+        {s: EmulatedStage(backbone, routes, s, problem, settings, calls(s)) for s in own},
         links,
         board,
         bubble_tasks=() if encoded is None else encoded.encoding.workloads(schedule),
@@ -92,9 +106,13 @@ def ours(contestant: Contestant, backbone: Any) -> Runner:
         executor.run(iter([batch] * contestant.num_microbatches), settings)
         if encoded is not None:
             encoded.end()
+        if shared is not None:
+            shared.sum_gradients(own)
+            shared.sent_bytes += exchanged
 
     def sent() -> int:
         moved = links.traffic
-        return moved.forward_bytes + moved.gradient_bytes + moved.encoded_bytes
+        own_bytes = moved.forward_bytes + moved.gradient_bytes + moved.encoded_bytes
+        return own_bytes + (0 if shared is None else shared.sent_bytes)
 
     return Runner(step, sent, lambda: peak)

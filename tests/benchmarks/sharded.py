@@ -11,9 +11,9 @@ on a GPU whose host is ahead.
 
 from __future__ import annotations
 
+import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,37 +23,43 @@ from torch import Tensor
 from megatron_pulse.planner.tune.fsdp.step import (
     REDUCING,
     Sharding,
+    gradient_bytes,
     passes,
     peak_bytes,
     step_bytes,
 )
 from tests.benchmarks.contestant import TIMEOUT_S, Contestant, Runner, counted
-from tests.benchmarks.sharded_best import elements
-from tests.runtime.emulated import sleep_until
+from tests.benchmarks.sharded_best import FP32_BYTES, elements
+from tests.benchmarks.token_sharing import Calls, SharingGroups, TokenSharing, join
+from tests.runtime.emulated import sleep_between, sleep_until
 
 
 def sharded(contestant: Contestant) -> Runner:
     """A step of ``contestant`` on this rank. Collective."""
     assert contestant.sharding is not None
-    way = contestant.sharding
-    return counted(_Device(way).step, step_bytes(way), lambda: peak_bytes(way))
+    way, sharing = contestant.sharding, contestant.sharing
+    sent = step_bytes(way)
+    if sharing is not None:
+        sent += sharing.passes(way.count, range(len(way.units)))
+    return counted(_Device(way, sharing).step, sent, lambda: peak_bytes(way))
 
 
 class _Device:
     """This rank's shards and what is on its way."""
 
-    def __init__(self, way: Sharding) -> None:
+    def __init__(self, way: Sharding, sharing: TokenSharing | None = None) -> None:
         self.way, self.program = way, passes(way)
         world = dist.get_world_size()
         if world != way.num_devices:
             raise ValueError(f"a way for {way.num_devices} devices on {world} ranks")
         first = range(0, world, way.group)
         groups = [list(range(i, i + way.group)) for i in first]
-        self.gathers, self.reduces = _join(groups), _join(groups)
+        self.gathers, self.reduces = join(groups), join(groups)
         across = [list(range(i, world, way.group)) for i in range(way.group)]
-        self.sums = _join(across) if way.replicas > 1 else None
+        self.sums = join(across) if way.replicas > 1 else None
         self.shards = [torch.zeros(elements(unit) // way.group) for unit in way.units]
-        self.reduced = [torch.zeros_like(shard) for shard in self.shards]
+        units = range(len(way.units))
+        self.reduced = [torch.zeros(gradient_elements(way, unit) // way.group) for unit in units]
         # A thread is what a stream is on a GPU: one collective after the other.
         self.reduce_stream, self.sum_stream = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self.whole: dict[int, Tensor] = {}
@@ -61,6 +67,13 @@ class _Device:
         self.gradients: dict[int, Tensor] = {}
         self.reducing: list[Future[None]] = []
         self.summing: list[Future[Any]] = []
+        groups = None if sharing is None else SharingGroups(sharing)
+        self.exchanges: dict[tuple[int, bool], Calls] = {}
+        for unit in range(len(way.units) if groups is not None else 0):
+            assert groups is not None and sharing is not None
+            backward = (*sharing.recompute[unit], *sharing.backward[unit])
+            self.exchanges[unit, True] = groups.calls(sharing.forward[unit])
+            self.exchanges[unit, False] = groups.calls(backward)
 
     def step(self) -> None:
         asked, clock = 0, time.perf_counter()
@@ -71,9 +84,14 @@ class _Device:
                 if ahead.gathers:
                     self._gather(ahead.unit)
             asked = at + 1 + self.way.prefetch
-            clock = self._ready(op.unit, clock) + op.seconds(self.way)
+            clock = self._ready(op.unit, clock)
+            exchanges = self.exchanges.get((op.unit, op.forward), ())
+            if exchanges:
+                clock = sleep_between(clock, op.seconds(self.way), exchanges)
+            else:
+                clock += op.seconds(self.way)
             if not op.forward:
-                made = torch.zeros(elements(self.way.units[op.unit]))
+                made = torch.zeros(gradient_elements(self.way, op.unit))
                 if op.unit in self.gradients:
                     self.gradients[op.unit].add_(made)
                 else:
@@ -128,8 +146,7 @@ class _Device:
         self.reducing.append(self.reduce_stream.submit(finish))
 
 
-def _join(groups: list[list[int]]) -> Any:
-    """The one of ``groups`` that has this rank; all ranks make all of them."""
-    limit = timedelta(seconds=TIMEOUT_S)
-    made = [dist.new_group(ranks, timeout=limit) for ranks in groups]
-    return next(g for g, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
+def gradient_elements(way: Sharding, unit: int) -> int:
+    """Emulated fp32 elements of a unit's gradients in transit, which the group divides."""
+    count = gradient_bytes(way, unit) / FP32_BYTES
+    return way.group * math.ceil(count / way.group)

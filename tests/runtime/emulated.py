@@ -7,7 +7,8 @@ can share a core, and what differs from the simulated timeline is due to the run
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,11 +42,31 @@ def sleep_until(deadline_s: float) -> None:
         time.sleep(left - _WAKE_UP_S)
 
 
+def sleep_between(begin_s: float, seconds: float, calls: Sequence[Callable[[], None]]) -> float:
+    """Make ``calls`` with equal parts of ``seconds`` before each; returns the time after."""
+    clock = begin_s
+    for call in calls:
+        sleep_until(clock + seconds / len(calls))
+        call()
+        clock = time.perf_counter()
+    return clock if calls else clock + seconds
+
+
+@dataclass(frozen=True)
+class StageCalls:
+    """What a stage calls within a forward, a recomputation and a backward: exchanges of tokens."""
+
+    forward: Sequence[Callable[[], None]] = ()
+    recompute: Sequence[Callable[[], None]] = ()
+    backward: Sequence[Callable[[], None]] = ()
+
+
 class EmulatedStage(nn.Module):
     """Stage ``stage`` of ``routes``: its operations take the seconds of ``problem``.
 
     In the place of a Stage: outputs have the right shapes and no meaningful values. In a schedule
     that does not split backwards, one takes ``problem``'s input and weight gradient together.
+    ``calls`` are made between parts of that time.
     """
 
     def __init__(
@@ -55,9 +76,10 @@ class EmulatedStage(nn.Module):
         stage: int,
         problem: ScheduleProblem,
         settings: RunSettings,
+        calls: StageCalls = StageCalls(),
     ) -> None:
         super().__init__()
-        self._settings = settings
+        self._settings, self.calls = settings, calls
         end = backbone.layers[routes.partition.cuts[stage + 1] - 1]
         last = routes.partition.placement.after[stage] is None
         self._outputs = end.outputs if last else routes.boundaries[stage + 1]
@@ -84,7 +106,7 @@ class EmulatedStage(nn.Module):
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]:
         """See Stage.forward."""
         crossing = (*inputs, *skips.values(), *(conditioning[name] for name in self._taken))
-        redone = EmulatedAgain(self.recompute_s)
+        redone = EmulatedAgain(self.recompute_s, self.calls.recompute)
         results = list(_Emulated.apply(self, wgrad_store, redone, self.weight, *crossing))
         if recomputed is not None:
             recomputed.append(redone)
@@ -101,13 +123,13 @@ class EmulatedStage(nn.Module):
 class EmulatedAgain(RecomputedLayer):
     """Takes ``seconds`` of the backward, if that has not begun."""
 
-    def __init__(self, seconds: float) -> None:
-        self.left_s = seconds
+    def __init__(self, seconds: float, calls: Sequence[Callable[[], None]] = ()) -> None:
+        self.left_s, self.calls = seconds, calls
 
     def compute(self) -> None:
         """Sleep for what is left."""
-        sleep_until(time.perf_counter() + self.left_s)
-        self.left_s = 0.0
+        sleep_until(sleep_between(time.perf_counter(), self.left_s, self.calls))
+        self.left_s, self.calls = 0.0, ()
 
 
 class _Emulated(torch.autograd.Function):
@@ -120,12 +142,12 @@ class _Emulated(torch.autograd.Function):
         weight: Tensor,
         *crossing: Tensor,
     ) -> tuple[Tensor, ...]:
-        deadline = time.perf_counter() + stage.forward_s
+        began = time.perf_counter()
         ctx.stage, ctx.wgrad_store, ctx.recomputed = stage, wgrad_store, recomputed
         ctx.like = [(t.shape, t.dtype, t.device) for t in crossing]
         ctx.set_materialize_grads(False)
         results = stage.make_results()
-        sleep_until(deadline)
+        sleep_until(sleep_between(began, stage.forward_s, stage.calls.forward))
         return results
 
     @staticmethod
@@ -139,6 +161,7 @@ class _Emulated(torch.autograd.Function):
                 ctx.like, ctx.needs_input_grad[4:], strict=True
             )
         ]
+        calls = *ctx.recomputed.calls, *stage.calls.backward
         if ctx.wgrad_store is not None:
 
             def weight_gradient() -> tuple[Tensor, ...]:
@@ -146,9 +169,9 @@ class _Emulated(torch.autograd.Function):
                 return (torch.zeros_like(weight),)
 
             ctx.wgrad_store.add((weight,), weight_gradient)
-            sleep_until(began + backward_s)
+            sleep_until(sleep_between(began, backward_s, calls))
             return (None, None, None, None, *found)
-        sleep_until(began + backward_s + stage.weight_grad_s)
+        sleep_until(sleep_between(began, backward_s + stage.weight_grad_s, calls))
         return (None, None, None, torch.zeros_like(weight), *found)
 
 
