@@ -87,12 +87,13 @@ def run_cell(
     num_ranks: int,
     rate_mbit: float,
     repetitions: int,
+    short_queues: bool = False,
 ) -> list[Result]:
     """Measure ``contestants`` on ``num_ranks`` processes, each on a node of its own.
 
     Raises RuntimeError where there can be no namespaces and RanksFailed if a rank fails.
     """
-    with namespaces(num_ranks, rate_mbit) as nodes:
+    with namespaces(num_ranks, rate_mbit, short_queues=short_queues) as nodes:
         given = nodes, backbone, list(contestants), repetitions
         try:
             measured = run_ranks(num_ranks, _measure, *given, timeout_s=1200.0)

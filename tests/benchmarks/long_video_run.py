@@ -42,7 +42,7 @@ from tests.benchmarks.token_sharing import TokenSharing
 
 RANKS = 4
 
-STEP_S = 4.0
+STEP_S = 6.0
 """What a step of the fastest contestant becomes."""
 
 FULL_RATE_GBS = 10.0
@@ -91,6 +91,7 @@ class Emulated:
         }
         minus = {
             "forward": forward_s,
+            "weight_grad": [0.0] * len(own),
             "recompute_s": recompute_s,
             "backward": [a + b for a, b in zip(recompute_s, backward_s, strict=True)],
         }
@@ -132,6 +133,8 @@ class Emulated:
                 forward_s=time * (unit.forward_s - forward),
                 backward_s=time * (unit.backward_s - again - backward),
                 moved_bytes=4 * self.scale.elements(unit.moved_bytes, RANKS),
+                forward_exchange_s=0.0,
+                backward_exchange_s=0.0,
             )
             for unit, forward, again, backward in zip(
                 real.units, forward_s, recompute_s, backward_s, strict=True
@@ -251,7 +254,9 @@ def row(name: str, profile: Profile, where: Cluster, samples: int, args: Any) ->
         for each, one in found.items()
     ]
     some = next(iter(run.backbone for run in runs if run.backbone), None) or emulated.backbone
-    results = run_cell(some, runs, RANKS, scale.rate_mbit(rate), args.repetitions)
+    results = run_cell(
+        some, runs, RANKS, scale.rate_mbit(rate), args.repetitions, short_queues=True
+    )
     measured = {each.contestant: each for each in results}
 
     def rate_of(result: Result | None, seconds: float) -> float | None:

@@ -69,11 +69,14 @@ def namespaces(
     count: int,
     rate_mbit: float,
     per_node: Sequence[float] | None = None,
+    short_queues: bool = False,
 ) -> Iterator[list[Node]]:
     """``count`` nodes, each with a link of ``rate_mbit`` (10^6 bits a second) to the others.
 
     The rate holds for what a node sends and, apart from that, for what it receives; ranks on one
     node share it and reach each other without. ``per_node`` gives every node a rate of its own.
+    With ``short_queues`` a connection has few frames under way, so that short messages beside long
+    ones do not wait behind them; long ones are some percent slower.
     Rates are on the wire: some 99 % of them are payload. Raises RuntimeError if the kernel refuses.
     """
     rates = list(per_node) if per_node is not None else [rate_mbit] * count
@@ -96,6 +99,8 @@ def namespaces(
             _ip("-n", hub, "link", "set", port, "mtu", str(MTU), "master", "bridge", "up")
             _ip("-n", own, "addr", "add", f"{node.address}/24", "dev", INTERFACE)
             _ip("-n", own, "link", "set", INTERFACE, "mtu", str(MTU), "up")
+            if short_queues:
+                _bound_send_buffers(own)
             _limit(own, INTERFACE, rate)
             _limit(hub, port, rate)
         yield nodes
@@ -113,6 +118,11 @@ def _limit(namespace: str, interface: str, rate_mbit: float) -> None:
     where = ["-n", namespace, "qdisc", "add", "dev", interface]
     bucket = ["tbf", "rate", f"{round(rate_mbit * 1e6)}bit", "burst", str(burst), "limit", "64mb"]
     _run("tc", *where, "root", *bucket)
+
+
+def _bound_send_buffers(namespace: str) -> None:
+    sizes = f"net.ipv4.tcp_wmem={MTU} {2 * MTU} {4 * MTU}"
+    _run("ip", "netns", "exec", namespace, "sysctl", "-q", "-w", sizes)
 
 
 def _ip(*arguments: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 
@@ -50,6 +50,21 @@ def exchanging_s(
         return sum(collective_s(cluster, call, range(size), groups) for call in calls)
 
     return pass_s(False), pass_s(True)
+
+
+def exchanges_of(
+    profile: Profile, cluster: Cluster, size: int
+) -> Callable[[int, int], tuple[float, float]]:
+    """Seconds of the exchanges in the forward and in the backward of a layer, by its number and the
+    samples of a microbatch."""
+    costs = context_costs(profile)
+    ring, trains = costs.is_ring(size), profile.has_backward
+
+    def seconds(layer: int, samples: int) -> tuple[float, float]:
+        each = exchanging_s(cluster, size, ring, costs.layers[layer], samples)
+        return each[0], each[1] * trains[layer]
+
+    return cache(seconds)
 
 
 def sent_bytes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, product
 from math import inf
@@ -39,12 +40,17 @@ SIZES = (1, 2, 4, 8, 16)
 
 
 def soonest_of_all(
-    chain_: Profile, where: Cluster, samples: int, adam_s: float = ADAM_S
+    chain_: Profile,
+    where: Cluster,
+    samples: int,
+    adam_s: float = ADAM_S,
+    exchanging: Callable[[int, int], tuple[float, float]] | None = None,
 ) -> float | None:
     """Seconds of the fastest of all configurations, each simulated."""
     each = samples // where.num_devices
     sizes = [size for size in SIZES if each % size == 0]
-    configs = FsdpConfigs(chain_, where.num_devices, samples, where.usable_bytes, sizes)
+    of = chain_, where.num_devices, samples, where.usable_bytes, sizes
+    configs = FsdpConfigs(*of, exchanging=exchanging)
     byte_s = adam_s / OPTIMIZER_BYTES if chain_.threads else None
     fitted = map(configs.fit, chain.from_iterable(map(configs.configs, groups(where))))
     trained = sum(layer.trained_parameters for layer in chain_.layers)

@@ -16,7 +16,7 @@ from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout
 from megatron_pulse.planner.partition.memory import ADAM_BYTES
 from megatron_pulse.planner.tune.config import divisors
-from megatron_pulse.planner.tune.context_rank import of_context_rank
+from megatron_pulse.planner.tune.context_rank import exchanges_of, of_context_rank
 from megatron_pulse.planner.tune.estimate import OPTIMIZER_BYTES, is_cpu
 from megatron_pulse.planner.tune.fsdp.configs import FittedFsdpConfig, FsdpConfig, FsdpConfigs
 from megatron_pulse.planner.tune.fsdp.step import (
@@ -201,7 +201,9 @@ def fsdp_configs(
     optimizer_bytes: float,
 ) -> FsdpConfigs:
     """FSDP configurations on all devices of ``cluster``, of which ``context`` share tokens."""
+    exchanging = None
     if context > 1:
+        exchanging = exchanges_of(profile, cluster, context)
         # Exchanges take as long as at these sizes: those of other sizes do not tell them.
         profile = of_context_rank(profile.only(*sizes), cluster, context)
     of = profile, cluster.num_devices, samples, cluster.usable_bytes, sizes
@@ -211,6 +213,7 @@ def fsdp_configs(
         reduces_fp32=reduces_fp32,
         context=context,
         optimizer_bytes=optimizer_bytes,
+        exchanging=exchanging,
     )
 
 
@@ -247,7 +250,8 @@ def collective_seconds(
     neighbours in a node.
 
     With ``byte_s``, the seconds in which a CPU reads or writes a byte of memory, nothing overlaps,
-    and parameters and gradients are copied into and out of buffers.
+    and parameters and gradients are copied into and out of buffers. Groups within a node share its
+    links with exchanges of tokens; others wait for the network, which is slower.
     """
     copied_s = byte_s or 0.0
     inside, num = cluster.devices_per_node, cluster.num_devices
@@ -270,7 +274,9 @@ def collective_seconds(
         )
         shard = gradients / sharding.group * (sharding.replicas > 1)
         total.append(cluster.allreduce_s(shard, across, sums) if shard else 0.0)
-    return Transfers(tuple(gather), tuple(reduce), tuple(total), apart, byte_s is None)
+    beside_exchanges = sharding.group <= inside
+    seconds = tuple(gather), tuple(reduce), tuple(total)
+    return Transfers(*seconds, apart, byte_s is None, beside_exchanges)
 
 
 def _percent(share: float) -> str:

@@ -75,7 +75,8 @@ class FsdpConfigs:
     of a sample, and ``profile`` has the costs of one of them. ``moved`` maps a number of
     parameters to bytes in transit (default: their dtype). ``time_scale`` multiplies every second of
     an emulation. ``ema`` adds an EMA of the trained parameters. Gradients are reduced in their
-    dtype, or in fp32 with ``reduces_fp32``.
+    dtype, or in fp32 with ``reduces_fp32``. ``exchanging`` maps a layer and a microbatch's samples
+    to the seconds of its exchanges of tokens in a forward and in a backward. Costs include them.
     """
 
     def __init__(
@@ -91,10 +92,11 @@ class FsdpConfigs:
         reduces_fp32: bool = False,
         context: int = 1,
         optimizer_bytes: float = ADAM_BYTES,
+        exchanging: Callable[[int, int], tuple[float, float]] | None = None,
     ) -> None:
         self.widened = 4 / ELEMENT_BYTES[profile.dtype] if reduces_fp32 else 1.0
         self.profile, self.num_devices, self.samples = profile, num_devices, samples
-        self.context = context
+        self.context, self.exchanging = context, exchanging
         self.usable, self.sizes, self.time_scale = usable, sizes, time_scale
         self.element_bytes = ELEMENT_BYTES[profile.dtype]
         self.trained_bytes = MAIN_BYTES + optimizer_bytes + (AVERAGE_BYTES if ema else 0)
@@ -128,6 +130,8 @@ class FsdpConfigs:
         """The configuration with its costs if these layers are recomputed."""
         recomputing, layers = self.recomputing(config.micro_batch_size), self._layers(config.layout)
         chain = recomputing.chain(activations)
+        size = config.micro_batch_size
+        exchanges = [self._exchange_s(own, size, activations) for own in layers]
         units = tuple(
             replace(
                 bare,
@@ -135,12 +139,31 @@ class FsdpConfigs:
                 backward_s=self.time_scale * sum(chain.backward_s[i] for i in own),
                 saved_bytes=float(sum(chain.saved_bytes[i] for i in own)),
                 recompute_bytes=recomputing.made_bytes(own, activations),
+                forward_exchange_s=exchanged[0],
+                backward_exchange_s=exchanged[1],
             )
-            for bare, own in zip(self.bare(config.layout.starts), layers, strict=True)
+            for bare, own, exchanged in zip(
+                self.bare(config.layout.starts), layers, exchanges, strict=True
+            )
         )
         sharding = self._sharding(config, units, self.count(config.micro_batch_size))
         needs_bytes = state_bytes(sharding) + peak_bytes(sharding)
         return FittedFsdpConfig(config, activations, layers, sharding, needs_bytes)
+
+    def _exchange_s(
+        self, own: Sequence[int], samples: int, activations: ActivationPolicies
+    ) -> tuple[float, float]:
+        """Seconds of a unit's exchanges in a forward and in a backward; a recomputed layer repeats
+        those of its forward."""
+        forward_s = backward_s = 0.0
+        if self.exchanging is None:
+            return forward_s, backward_s
+        for i in own:
+            ahead_s, back_s = self.exchanging(i, samples)
+            again = self.profile.has_backward[i] and i in activations.recompute
+            forward_s += ahead_s
+            backward_s += back_s + ahead_s * again
+        return self.time_scale * forward_s, self.time_scale * backward_s
 
     def _starts(self, about: int) -> tuple[int, ...]:
         """First layers of about so many units."""

@@ -5,14 +5,14 @@ a group before use and freed after; its gradients are reduce-scattered over the 
 groups (HSDP) every group has all parameters, and gradient shards are all-reduced over the groups
 once a step. Collectives carry half precision and overlap with computation: ``prefetch`` units are
 gathered ahead. Collectives are ideal: they run at link speed without pauses, and do not slow down
-computation.
+computation. Exchanges of context-parallel ranks share a link with them, each at half of its speed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import repeat
 
 from megatron_pulse.planner.cluster.cluster import Link
@@ -43,7 +43,9 @@ class ShardedUnit:
     Parameters travel as ``moved_bytes`` and occupy ``parameter_bytes`` once gathered. The gradients
     of the ``trained`` share take the same. ``state_bytes`` is the state summed over a group's
     devices, ``summed_bytes`` the same of reduced gradients. ``saved_bytes`` are held from forward
-    to backward, ``recompute_bytes`` are recomputed and exist in the backward only.
+    to backward, ``recompute_bytes`` are recomputed and exist in the backward only. Context-parallel
+    ranks exchange tokens for ``forward_exchange_s`` of the forward and ``backward_exchange_s`` of
+    the backward.
     """
 
     forward_s: float
@@ -55,6 +57,8 @@ class ShardedUnit:
     recompute_bytes: float = 0.0
     trained: float = 1.0
     summed_bytes: float = 0.0
+    forward_exchange_s: float = 0.0
+    backward_exchange_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,11 @@ class UnitPass:
         """Compute time."""
         unit = way.units[self.unit]
         return unit.forward_s if self.forward else unit.backward_s
+
+    def exchange_s(self, way: Sharding) -> float:
+        """Part of ``seconds`` in which tokens are exchanged."""
+        unit = way.units[self.unit]
+        return unit.forward_exchange_s if self.forward else unit.backward_exchange_s
 
 
 def passes(way: Sharding) -> tuple[UnitPass, ...]:
@@ -172,6 +181,7 @@ class Transfers:
 
     The sum has links of its own if ``apart``; else it queues behind the other collectives. Unless
     ``overlaps``, collectives run between computations, as torch's ``fully_shard`` does on CPUs.
+    ``beside_exchanges``: gathers and reductions take the links on which tokens are exchanged.
     """
 
     gather: tuple[float, ...]
@@ -179,6 +189,7 @@ class Transfers:
     sum: tuple[float, ...]
     apart: bool = False
     overlaps: bool = True
+    beside_exchanges: bool = False
 
 
 def over(link: Link, way: Sharding) -> Transfers:
@@ -187,7 +198,7 @@ def over(link: Link, way: Sharding) -> Transfers:
     def column(sent: Callable[[Sharding, int], int]) -> tuple[float, ...]:
         return tuple(map(link.time_s, map(sent, repeat(way), range(len(way.units)))))
 
-    return Transfers(column(gathered), column(reduced), column(summed))
+    return Transfers(column(gathered), column(reduced), column(summed), beside_exchanges=True)
 
 
 def step_s(way: Sharding, transfers: Transfers) -> float:
@@ -215,7 +226,15 @@ def _play(way: Sharding, transfers: Transfers) -> float:
                 free = max(free, clock) + transfers.gather[program[next_one].unit]
                 there[next_one] = free
             asked = next_one + 1
-        clock = max(clock, there[at]) + op.seconds(way)
+        clock = max(clock, there[at])
+        seconds = op.seconds(way)
+        if transfers.beside_exchanges and (exchange_s := op.exchange_s(way)):
+            delay_s = partial(_delay_s, exchange_s, clock, seconds)
+            for later in range(at + 1, asked):
+                there[later] += delay_s(there[later])
+            under_way[-REDUCING:] = [end + delay_s(end) for end in under_way[-REDUCING:]]
+            clock, free = clock + delay_s(free), free + delay_s(free)
+        clock += seconds
         if op.reduces:
             if len(under_way) >= REDUCING:
                 clock = max(clock, under_way[-REDUCING])
@@ -226,6 +245,15 @@ def _play(way: Sharding, transfers: Transfers) -> float:
             elif op.last:
                 free += transfers.sum[op.unit]
     return max(clock, free, sums)
+
+
+def _delay_s(exchange_s: float, begin: float, seconds: float, end: float) -> float:
+    """Delay of a collective that would end at ``end``, and of the operation beside it.
+
+    The operation has ``seconds`` from ``begin``, over which ``exchange_s`` are spread evenly. While
+    both are under way, each has half of the link.
+    """
+    return exchange_s * min(1.0, max(0.0, end - begin) / seconds)
 
 
 def _collectives_s(op: UnitPass, transfers: Transfers) -> float:
