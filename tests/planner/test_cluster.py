@@ -222,3 +222,5 @@ def test_all_to_alls_that_contradict_themselves_are_refused() -> None:
         assert said in str(refused.value)
     with pytest.raises(ClusterError, match=r"all_to_alls\.0\.ranks is 1"):
         two_by_four(all_to_alls=(replace(EXCHANGES, ranks=1),))
+    with pytest.raises(ClusterError, match="groups of 3 ranks do not divide 4 devices"):
+        two_by_four(all_to_alls=(replace(EXCHANGES, ranks=3),))

@@ -39,9 +39,9 @@ class AllToAllTimes:
         return seconds[left] + share * (seconds[right] - seconds[left])
 
 
-def all_to_all_faults(found: Sequence[AllToAllTimes]) -> Iterator[str]:
-    """Yield groups that are measured twice, and measurements that are not one time for each size,
-    in ascending order."""
+def all_to_all_faults(found: Sequence[AllToAllTimes], devices_per_node: int) -> Iterator[str]:
+    """Yield groups that are measured twice or do not divide a node, and measurements that are not
+    one time for each size, in ascending order."""
     known = set[int]()
     for i, each in enumerate(found):
         where = f"all_to_alls.{i}"
@@ -53,4 +53,6 @@ def all_to_all_faults(found: Sequence[AllToAllTimes]) -> Iterator[str]:
             yield f"{where}.seconds must not become less with more bytes"
         if each.ranks in known:
             yield f"{where}: groups of {each.ranks} ranks occur twice"
+        if devices_per_node % each.ranks:
+            yield f"{where}: groups of {each.ranks} ranks do not divide {devices_per_node} devices"
         known.add(each.ranks)

@@ -571,7 +571,7 @@ def _file_faults(content: Any) -> list[str]:
         if nodes is not None and nodes > 1 and "inter_node" not in content["links"]:
             faults.append(f"links.inter_node is missing; {nodes} nodes require it")
     if not faults:
-        faults += all_to_all_faults(_all_to_alls(content))
+        faults += all_to_all_faults(_all_to_alls(content), content["devices_per_node"])
     if not faults and nodes is not None and nodes * content["devices_per_node"] > MOST_DEVICES:
         faults.append(
             f"{nodes} nodes of {content['devices_per_node']} are more than the "
