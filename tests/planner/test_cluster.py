@@ -214,6 +214,13 @@ def test_measured_all_to_alls_inside_a_node(tmp_path: Path) -> None:
     assert load_cluster(tmp_path / "c.yaml") == measured
 
 
+def test_smaller_nodes_keep_all_to_alls_that_divide_them() -> None:
+    measured = two_by_four(all_to_alls=(EXCHANGES, replace(EXCHANGES, ranks=4)))
+    for num, kept in ((8, [2, 4]), (4, [2, 4]), (3, []), (2, [2]), (1, [])):
+        part = measured.part(num)
+        assert part is not None and [each.ranks for each in part.all_to_alls] == kept
+
+
 def test_all_to_alls_that_contradict_themselves_are_refused() -> None:
     wrong = AllToAllTimes(2, (3000, 1000), (2e-3, 1e-3, 1e-3))
     with pytest.raises(ClusterError) as refused:

@@ -280,8 +280,7 @@ class Cluster:
         names = [one.name for one in self.device_kinds]
         counts = [names[i : i + each].count(kind) for i in range(0, len(names), each)]
         chosen = next(one for one in self.device_kinds if one.name == kind)
-        plain = replace(self, device_kinds=(), order=())
-        fewer = replace(plain, nodes=counts.count(max(counts)), devices_per_node=max(counts))
+        fewer = self._smaller(counts.count(max(counts)), max(counts))
         return fewer.of_kinds([chosen] * fewer.num_devices)
 
     @property
@@ -315,8 +314,14 @@ class Cluster:
         if nodes and left:
             return None
         each = left or self.devices_per_node
-        alike = replace(self, nodes=nodes or 1, devices_per_node=each, device_kinds=(), order=())
+        alike = self._smaller(nodes or 1, each)
         return alike.of_kinds(self.device_kinds[:num_devices]) if self.mixed else alike
+
+    def _smaller(self, nodes: int, devices_per_node: int) -> Cluster:
+        """Cluster of smaller nodes, without kinds of devices."""
+        kept = tuple(each for each in self.all_to_alls if devices_per_node % each.ranks == 0)
+        size = {"nodes": nodes, "devices_per_node": devices_per_node}
+        return replace(self, **size, all_to_alls=kept, device_kinds=(), order=())
 
     @property
     def usable_bytes(self) -> float:
