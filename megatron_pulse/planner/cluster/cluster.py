@@ -320,8 +320,8 @@ class Cluster:
     def _smaller(self, nodes: int, devices_per_node: int) -> Cluster:
         """Cluster of smaller nodes, without kinds of devices."""
         kept = tuple(each for each in self.all_to_alls if devices_per_node % each.ranks == 0)
-        size = {"nodes": nodes, "devices_per_node": devices_per_node}
-        return replace(self, **size, all_to_alls=kept, device_kinds=(), order=())
+        alike = replace(self, all_to_alls=kept, device_kinds=(), order=())
+        return replace(alike, nodes=nodes, devices_per_node=devices_per_node)
 
     @property
     def usable_bytes(self) -> float:
