@@ -35,6 +35,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "pixart": ("pixart-tiny", {}),
     "sd3": ("sd3-tiny", {"num_layers": 4}),
     "flux": ("flux-tiny", {"num_layers": 2, "num_single_layers": 2}),
+    "suv": ("suv-tiny", {"num_layers": "2,2,2", "sparse_n": "1,2,1"}),
 }
 
 
