@@ -55,23 +55,20 @@ class SkiparseAttention(torch.nn.Module):
 
         ``text_mask`` [b, s_txt] is 0 for text that nothing attends to.
         """
-        counts = self.shares.segments
-        query, key, value = (self._grouped(t, counts) for t in (query, key, value))
+        num_tokens, _ = self.shares.segments
+        grouped = [self._grouped(tensor) for tensor in (query, key, value)]
         attended = F.scaled_dot_product_attention(
-            *(t.permute(1, 2, 0, 3) for t in (query, key, value)),
-            attn_mask=self._keys(counts[0], text_mask),
+            *(tensor.permute(1, 2, 0, 3) for tensor in grouped),
+            attn_mask=self._keys(num_tokens, text_mask),
         )
-        video, text = (
-            attended.permute(2, 0, 1, 3).flatten(2).split((len(query) - counts[1], counts[1]))
-        )
+        result = attended.permute(2, 0, 1, 3).flatten(2)
+        video, text = result.tensor_split([-text_mask.shape[1]])
         text = text.unflatten(1, (self.sparsity, -1)).mean(1)
-        return torch.cat([self._placed(video)[: counts[0]], text])
+        return self.shares.by_rank([self._placed(video)[:num_tokens], text])
 
-    def _grouped(self, tokens: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+    def _grouped(self, tokens: torch.Tensor) -> torch.Tensor:
         """Groups of video tokens, with all text each, as further samples."""
-        video, text = tokens.split(counts)
-        if self.sparsity == 1:
-            return tokens
+        video, text = self.shares.in_order(tokens)
         return torch.cat([self._divided(video), text.repeat(1, self.sparsity, 1, 1)])
 
     def _divided(self, video: torch.Tensor) -> torch.Tensor:

@@ -76,4 +76,11 @@ def _chain(name: str, config: SUVConfig, shape_index: int) -> Backbone:
         Layer("head", build("Head"), (video,), (latent,), uses=("temb",)),
     )
     heads = (config.num_attention_heads,)
-    return Backbone(name, layers, fields, num_heads=heads, patch_size=config.patch_size)
+    return Backbone(
+        name,
+        layers,
+        fields,
+        num_heads=heads,
+        ring_attention=False,
+        patch_size=config.patch_size,
+    )

@@ -69,7 +69,8 @@ class TimeTextEmbed(LayerModule):
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """``conditioning``: timesteps [b] in fp32 and pooled [b, pooled_dim]."""
         sinusoids = timestep_embedding(conditioning["timesteps"], self.width)
-        time = self.timestep_embedder(sinusoids.to(self.config.params_dtype))
+        dtype = self.timestep_embedder.linear_1.weight.dtype
+        time = self.timestep_embedder(sinusoids.to(dtype))
         return (*inputs, time + self.text_embedder(conditioning["pooled"]))
 
 

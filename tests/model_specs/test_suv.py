@@ -17,6 +17,7 @@ from model_specs.common.options import OptionError
 from model_specs.suv.config import CONFIGS, SUVConfig
 from tests.model_specs.chains import Chain, build_chain, perturb, relative_error
 from tests.model_specs.parity import from_published, gradients_of
+from tests.ranks import run_ranks
 
 PADDED = "3x8x4"
 """24 tokens: no multiple of 16, the square of the largest sparsity."""
@@ -324,3 +325,21 @@ def test_suv_begins_as_a_dense_model_without_skips(one_rank: None) -> None:
     weight = parameters["skip_norm_linear.0.image.linear.weight"]
     assert torch.equal(weight, torch.eye(32, 64))
     assert parameters["transformer_blocks.1.0.attn1.norm1.linear.weight"].abs().max() == 0
+
+
+def refusal() -> str:
+    """Error of a layer whose heads two context-parallel ranks do not divide."""
+    from megatron.core import parallel_state
+
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    torch.distributed.barrier()
+    backbone = model_specs.load_backbone("suv-tiny", {"num_attention_heads": 3})
+    with pytest.raises(ValueError) as caught:
+        build_chain(backbone, context_parallel_size=2)
+    return str(caught.value)
+
+
+def test_layers_whose_heads_context_parallel_ranks_do_not_divide_are_refused() -> None:
+    for said in run_ranks(2, refusal):
+        assert said.endswith("size 2 x tensor-parallel size 1 must divide the 3 heads")
