@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -18,6 +19,8 @@ from model_specs.suv.config import CONFIGS, SUVConfig
 from tests.model_specs.chains import Chain, build_chain, perturb, relative_error
 from tests.model_specs.parity import from_published, gradients_of
 from tests.ranks import run_ranks
+from tests.runtime.equality import Case, differences, merge, references
+from tests.runtime.tiny import run_cases
 
 PADDED = "3x8x4"
 """24 tokens: no multiple of 16, the square of the largest sparsity."""
@@ -325,6 +328,23 @@ def test_suv_begins_as_a_dense_model_without_skips(one_rank: None) -> None:
     weight = parameters["skip_norm_linear.0.image.linear.weight"]
     assert torch.equal(weight, torch.eye(32, 64))
     assert parameters["transformer_blocks.1.0.attn1.norm1.linear.weight"].abs().max() == 0
+
+
+def test_four_devices_train_suv_bit_for_bit_as_one() -> None:
+    """Three levels of sparsity, folded (no skip is sent) and sequential."""
+    options = {"num_layers": "2,2,2,2,2", "sparse_n": "1,2,4,2,1"}
+    run = functools.partial(run_cases, options=options)
+    cases = [
+        ("suv", Case(placement, 6, dtype="float32", recompute=2, steps=2))
+        for placement in ("fold", "sequential")
+    ]
+    (expected,) = references(run, [("suv", cases[0][1].alone)])
+    ranks = run_ranks(4, run, cases)
+    for i, (_, case) in enumerate(cases):
+        got = merge([outcomes[i] for outcomes in ranks])
+        assert got.losses == expected.losses and len(got.losses) == 12
+        assert not differences(got.parameters, expected.parameters)
+        assert bool(got.skip_bytes) == (case.placement == "sequential")
 
 
 def refusal() -> str:
