@@ -56,11 +56,11 @@ class SkiparseAttention(torch.nn.Module):
         ``text_mask`` [b, s_txt] is 0 for text that nothing attends to.
         """
         num_tokens, _ = self.shares.segments
-        grouped = [self._grouped(tensor) for tensor in (query, key, value)]
-        attended = F.scaled_dot_product_attention(
-            *(tensor.permute(1, 2, 0, 3) for tensor in grouped),
-            attn_mask=self._keys(num_tokens, text_mask),
+        query, key, value = (
+            self._grouped(tensor).permute(1, 2, 0, 3) for tensor in (query, key, value)
         )
+        mask = self._keys(num_tokens, text_mask)
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         result = attended.permute(2, 0, 1, 3).flatten(2)
         video, text = result.tensor_split([-text_mask.shape[1]])
         text = text.unflatten(1, (self.sparsity, -1)).mean(1)

@@ -3,9 +3,10 @@
     .venv/bin/python -m tests.benchmarks.suv --json suv.json
 
 Open-Sora Plan 1.5 at 121 frames of 576 x 1024 pixels, predicted from analytic costs on A100s, with
-so much memory as is told; nothing is run. Clusters are those of ``long_video``, or devices that have a
-link of 10 Gb/s each and share no node. All weights are trained with Adam, in bfloat16, without EMA. A step has a sample for each device, as the authors'
-last stages have; a microbatch is one sample. ``--profiles`` keeps costs. A row has samples/s of
+so much memory as is told; nothing is run. Links are those of ``long_video``, or 10 Gb/s for each
+device, none of which share a node. All weights are trained with Adam, in bfloat16, without EMA. A
+step has a sample for each device, as the authors' last stages have; a microbatch is one sample.
+``--profiles`` keeps costs. A row has samples/s of
 
 - ours: the tuner's choice of all degrees and layouts, FSDP2 among them,
 - fold: both ends of every skip on one device,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import model_specs
 from megatron_pulse.backbone.published_weights import PublishedError, require_fit, to_published
+from megatron_pulse.profile.flops import count_flops
 from megatron_pulse.profile.parameters import count_parameters
 from model_specs.common.options import OptionError
 from model_specs.suv.config import CONFIGS, SUVConfig
@@ -285,6 +286,40 @@ def test_suv_has_the_size_of_the_source_s_classes(name: str, blocks: int, billio
         (f"transformer_blocks.{g}.{counts[g] - 1}.ff", f"skip_norm_linear.{2 - g}")
         for g in range(3)
     }
+
+
+# An analytic table of a released block at 121 frames of 576 x 1024 pixels (36,864 tokens, 512 of
+# text), by sparsity: forward, and backward with flash attention. It has the maps and attention.
+TABLE = {
+    1: (25631291080704, 59845537431552),
+    2: (17165910540288, 38682086080512),
+    4: (12933220270080, 28100360404992),
+    8: (10816875134976, 22809497567232),
+}
+BLOCK_PARAMETERS = 226492416
+
+
+def test_operations_of_suv_are_those_of_the_table() -> None:
+    """Beside the table: modulation, and the text's queries in every group, not in one of them."""
+    backbone = model_specs.load_backbone("suv-8.5b")
+    flops, parameters = count_flops(backbone), count_parameters(backbone)
+    first = {layer.name: i for i, layer in enumerate(backbone.layers)}
+    width, temb, text, tokens = 3072, 1024, 512, 36864
+    modulation = 2 * 12 * width * temb
+    for group, (n, (forward, backward)) in enumerate(TABLE.items()):
+        of_block = [first[f"transformer_blocks.{group}.0.{part}"] for part in ("attn1", "ff")]
+        repeated = 4 * width * text * (n - 1) * (tokens // n + text)
+        found = [sum(getattr(flops[i], way) for i in of_block) for way in ("forward", "backward")]
+        assert found == [
+            forward + modulation + repeated,
+            backward + 2 * modulation + repeated * 5 // 2,
+        ]
+        norms_and_biases = 12 * width * (temb + 1) + 8 * width + 4 * 128 + 8 * width
+        assert sum(parameters[i] for i in of_block) == BLOCK_PARAMETERS + norms_and_biases
+    joins = [flops[first[f"skip_norm_linear.{i}"]].forward for i in range(3)]
+    assert joins == [1410896756736] * 3
+    sent = [skip.spec.numel_per_sample for skip in backbone.skips]
+    assert [sum(sent[i : i + 2]) for i in (0, 2, 4)] == [114819072] * 3
 
 
 def test_published_suv_may_have_the_unused_maps_of_the_last_text(one_rank: None) -> None:
