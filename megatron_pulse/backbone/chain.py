@@ -168,6 +168,8 @@ class Backbone:
       there is none).
     - ``num_heads``: numbers of attention heads, each divisible by the number of tensor-parallel
       ranks.
+    - ``ring_attention``: False if attention needs all tokens of a head at once, so that
+      context-parallel ranks must divide the heads.
     - ``patch_size``: side of the sample's square patches. A resolution-dependent shift of the
       diffusion process needs this size.
     - ``shares``: fraction of microbatches of each shape, for planning (empty: equal).
@@ -184,6 +186,7 @@ class Backbone:
     num_classes: int | None = None
     null_label: int | None = None
     num_heads: tuple[int, ...] = ()
+    ring_attention: bool = True
     patch_size: int = 1
     shares: tuple[float, ...] = ()
     parts: Mapping[str, Backbone] = field(default_factory=dict)

@@ -51,6 +51,12 @@ def _faults(backbone: Backbone, size: int) -> Iterator[str]:
             f"{backbone.name}: no layer names its self-attentions (Layer.attends), in which ranks "
             "exchange tokens"
         )
+    if not backbone.ring_attention and uses_ring(backbone.num_heads, size):
+        heads = ", ".join(map(str, backbone.num_heads))
+        yield (
+            f"{size} context-parallel ranks do not divide the {heads} heads of {backbone.name}, "
+            "whose attention needs all tokens of a head"
+        )
     every = reversed(backbone.sequences)  # the first place of a length is told
     few = {length: (name, shape) for name, shape, length in every if length < size}
     for length, where in sorted(few.items()):

@@ -16,6 +16,7 @@ _BACKBONES = {
     "sd3": "sd3.5-medium",
     "sdxl": "sdxl",
     "sdxl-lora": "sdxl",
+    "suv": "suv-8.5b",
 }
 """Backbones of recipes that name published weights."""
 _CLASSES = {"flux-lora": "diffusers:FluxTransformer2DModel"}

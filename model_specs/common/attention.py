@@ -307,11 +307,13 @@ def cross_attention(
     return build_module(spec, config=config, pg_collection=groups)
 
 
-def mlp(config: TransformerConfig, groups: ProcessGroupCollection | None) -> Any:
-    """GELU MLP, or GEGLU if ``config.gated_linear_unit``; both linears with bias."""
-    part = parts(config)
+def mlp(
+    config: TransformerConfig, groups: ProcessGroupCollection | None, *, bias: bool = True
+) -> Any:
+    """GELU MLP, or GEGLU if ``config.gated_linear_unit``; both linears with bias, or neither."""
+    first, second = (with_bias(part, bias) for part in parts(config)[:2])
     return build_module(
-        ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=part.column, linear_fc2=part.row)),
+        ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=first, linear_fc2=second)),
         config=config,
         ffn_hidden_size=config.ffn_hidden_size,
         tp_group=tp_group(groups),

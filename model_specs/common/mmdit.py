@@ -66,18 +66,18 @@ def joint_shares(sizes: MMDiTSizes, context: LayerContext, text_first: bool) -> 
 
 class Modulation(torch.nn.Module):
     """Map temb to ``count`` vectors [b, D] that shift, scale and gate: Linear(SiLU(temb)),
-    zero-init.
+    zero-init. The width of temb is ``inputs``, or D.
     """
 
-    def __init__(self, config: TransformerConfig, count: int) -> None:
+    def __init__(self, config: TransformerConfig, count: int, inputs: int | None = None) -> None:
         super().__init__()
         self.count = count
         width = config.hidden_size
-        self.linear = linear(width, count * width, config, torch.nn.init.zeros_)
+        self.linear = linear(inputs or width, count * width, config, torch.nn.init.zeros_)
         works_on_shards(self, config)
 
     def forward(self, temb: torch.Tensor) -> Tensors:
-        """``temb`` [b, D] to ``count`` tensors [b, D]."""
+        """``temb`` [b, inputs] to ``count`` tensors [b, D]."""
         vectors: Tensors = self.linear(F.silu(temb)).chunk(self.count, dim=-1)
         return vectors
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank, get_pg_size
 
-from megatron_pulse.backbone.token_shares import uses_ring
+from megatron_pulse.backbone.token_shares import share_of, uses_ring
 from megatron_pulse.tracing.context_parallel.collectives import to_heads, to_tokens
 from megatron_pulse.tracing.context_parallel.division import Division
 from megatron_pulse.tracing.context_parallel.ring import ring_attention
@@ -53,7 +53,8 @@ class TokenShares:
 
         It is ``RingCoreAttention`` instead if the heads do not divide over ranks. The module is
         called with queries, keys and values [own tokens, b, heads, d] and returns [own tokens, b,
-        heads * d], as without context parallelism. It takes no mask.
+        heads * d], as without context parallelism. ``core`` sees tokens rank after rank; further
+        arguments reach it as they are. A ring takes no mask.
         """
         if self.size == 1:
             return core
@@ -77,6 +78,21 @@ class TokenShares:
     def segments(self) -> tuple[int, ...]:
         """Numbers of tokens, over all ranks, of the present microbatch's sequences."""
         return self._divisions[self.shape_index].segments
+
+    def in_order(self, gathered: torch.Tensor) -> list[torch.Tensor]:
+        """Sequences of tokens that ``exchanged`` attention is called with, rank after rank."""
+        of_ranks = zip(*map(self._shares_of, self.segments), strict=True)
+        pieces = gathered.split([count for of_rank in of_ranks for count in of_rank])
+        num_sequences = len(self.segments)
+        return [torch.cat(pieces[i::num_sequences]) for i in range(num_sequences)]
+
+    def by_rank(self, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Inverse of ``in_order``."""
+        pieces = [tokens.split(self._shares_of(len(tokens))) for tokens in sequences]
+        return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
+
+    def _shares_of(self, length: int) -> list[int]:
+        return [share_of(length, rank, self.size)[1] for rank in range(self.size)]
 
     @property
     def _counts(self) -> tuple[int, ...]:

@@ -65,20 +65,28 @@ def test_export_in_half_precision(checkpoint, tmp_path, folder):
         assert torch.equal(half.state_dict()[key], tensor.bfloat16()), key
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_import_and_export_uvit_files(suffix, tmp_path):
-    """A state dict with U-ViT's published names becomes a checkpoint and the same file again."""
+FILES = {
+    ".safetensors": ("uvit-tiny", {"depth": 2, "embed_dim": 32, "num_heads": 2},
+                     "in_blocks.0.attn.qkv.weight"),
+    ".pth": ("suv-tiny", {"num_layers": "1,2,1", "sparse_n": "1,2,1"},
+             "transformer_blocks.1.1.attn1.add_q_proj.weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", FILES)
+def test_import_and_export_of_files(suffix, tmp_path):
+    """A state dict with published names becomes a checkpoint and the same file again."""
     from megatron_pulse.backbone.published_weights import to_published
     from megatron_pulse.diffusion.published import read_state_dict, write_state_dict
     from megatron_pulse.integration.checkpoint.published_weights import weights_of, whole_stage
 
-    options = {"depth": 2, "embed_dim": 32, "num_heads": 2}
-    backbone = model_specs.load_backbone("uvit-tiny", options)
+    name, options, weight = FILES[suffix]
+    backbone = model_specs.load_backbone(name, options)
     stage = whole_stage(backbone, initialise=True)
     tensors = to_published(model_specs.published_form(backbone), weights_of(stage))
     write_state_dict(tmp_path / f"model{suffix}", tensors)
     flags = [text for key, value in options.items() for text in ("--option", f"{key}={value}")]
-    flags += ["--backbone", "uvit-tiny"]
+    flags += ["--backbone", name]
     source = ["--from", str(tmp_path / f"model{suffix}"), *EPSILON]
     target = ["--to", str(tmp_path / "checkpoint")]
     assert main(["import", *source, *flags, *target]) == 0
@@ -86,7 +94,7 @@ def test_import_and_export_uvit_files(suffix, tmp_path):
     assert main(["export", "--load", str(tmp_path / "checkpoint"), "--to", str(again)]) == 0
     found = read_state_dict(again)
     assert found.keys() == tensors.keys()
-    assert "in_blocks.0.attn.qkv.weight" in found
+    assert weight in found
     for key, tensor in tensors.items():
         assert torch.equal(found[key], tensor), key
     # What was said of the process lies beside the file, and importing reads it there.

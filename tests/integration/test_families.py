@@ -69,6 +69,7 @@ FAMILIES = {
     ),
     "sd3": Family("sd3-tiny", "sequential", reference="SD3Transformer2DModel"),
     "flux": Family("flux-tiny", "sequential", reference="FluxTransformer2DModel"),
+    "suv": Family("suv-tiny", buckets="2x8x4,3x4x8"),
 }
 
 

@@ -38,6 +38,13 @@ CASES: Cases = {
         {"num_layers": 2, "context_length": 77, "qk_norm": True, "dual_attention_layers": [0]},
     ),
     "flux": ("flux-tiny", {"num_layers": 1, "context_length": 226, "buckets": "4x12,8x8"}),
+    "suv": (
+        "suv-tiny",
+        {
+            **{"num_layers": "1,2,1", "sparse_n": "1,2,1", "num_attention_heads": 4},
+            **{"context_length": 77, "buckets": "3x6x4,2x8x8"},
+        },
+    ),
 }
 """Shares are uneven over 4 ranks, but for some buckets: 18 and 94 tokens, texts of 77 and 226."""
 SAMPLES = 2
@@ -50,6 +57,10 @@ EVEN: Cases = {
     **{case: CASES[case] for case in ("hunyuan-dit", "dit", "pixart")},
     "even sd3.5": ("sd3-tiny", {**CASES["sd3.5"][1], "context_length": 8}),
     "even flux": ("flux-tiny", {**CASES["flux"][1], "context_length": 8}),
+    "even suv": (
+        "suv-tiny",
+        {**CASES["suv"][1], "context_length": 8, "buckets": "3x4x4,2x8x8"},
+    ),
 }
 """Cases whose tokens sequence-parallel ranks can divide further."""
 RINGS: Cases = {
@@ -315,6 +326,7 @@ def test_shares_of_every_rank_are_those_of_the_whole() -> None:
 REFUSED = {
     "convolutions": ("sd-tiny", {}, 2, "sd-tiny has no token sequence between its layers"),
     "ControlNet": ("controlnet-tiny", {}, 2, "no token sequence between its layers"),
+    "skiparse": ("suv-tiny", {}, 4, "4 context-parallel ranks do not divide the 2 heads of suv"),
     "tokens": ("flux-tiny", {"num_attention_heads": 8}, 8, "6 tokens of context_embedder are"),
 }
 

@@ -27,6 +27,11 @@ CASES = {
         {"num_layers": 2, "buckets": "8x4", "qk_norm": True, "dual_attention_layers": [0]},
     ),
     "flux": ("flux-tiny", {"num_layers": 1, "buckets": "4x8"}),
+    "suv": ("suv-tiny", {"num_layers": "1,2,1", "sparse_n": "1,2,1", "buckets": "3x4x4"}),
+    "suv of one MLP": (
+        "suv-tiny",
+        {"num_layers": "1,2,1", "sparse_n": "1,2,1", "double_ff": False, "norm_skips": True},
+    ),
 }
 
 

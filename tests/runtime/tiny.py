@@ -35,11 +35,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "pixart": ("pixart-tiny", {}),
     "sd3": ("sd3-tiny", {"num_layers": 4}),
     "flux": ("flux-tiny", {"num_layers": 2, "num_single_layers": 2}),
+    "suv": ("suv-tiny", {"num_layers": "2,2,2", "sparse_n": "1,2,1"}),
 }
 
 
-SEVERAL = {"buckets": "8x4,4x8"}
-"""Options of a family whose microbatches have two shapes, with as many tokens."""
+UNUSED = {"suv": {"transformer_blocks.2.1.attn1.text.q_layernorm.weight"}}
+"""Parameters without effect: queries of a text whose stream ends."""
+
+
+def two_shapes(family: str) -> dict[str, str]:
+    """Options of microbatches of two shapes, with as many tokens; none if a family has one."""
+    sizes = {"uvit": "", "suv": "2x8x4,2x4x8"}.get(family, "8x4,4x8")
+    return {"buckets": sizes} if sizes else {}
 
 
 def backbone(family: str, options: Mapping[str, Any] = MappingProxyType({})) -> Backbone:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -200,7 +201,9 @@ def _traffic_of_family(
         )
         gathered = 0
         if layer is last:
-            features = backbone.output_spec.bytes_per_sample(compute_bytes) // backbone.image_tokens
+            frames = math.prod(backbone.output_spec.shape[1:-2])
+            patches = backbone.output_spec.bytes_per_sample(compute_bytes)
+            features = patches // (frames * backbone.image_tokens)
             gathered = layer.inputs[0].shape[0] * features
         yield LayerTraffic(
             layer.name,
