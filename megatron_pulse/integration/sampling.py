@@ -187,7 +187,7 @@ def request_encoded(
     given = {n: v.expand(len(prompts), *v.shape) for n, v in defaults.items()} | given
     given["labels"] = torch.zeros(len(prompts), dtype=torch.int64)
     given |= dict(beside)
-    null = encode.null() if negative is None else encode(negative)
+    null = encode.null() if negative is None else encode(negative, negative=True)
     return _request(model, len(prompts), given, null)
 
 

@@ -15,6 +15,7 @@ from megatron_pulse.encoders.image_pieces import MOMENTS, PIXELS, image_pieces
 from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.text_pieces import text_pieces
 from megatron_pulse.encoders.text_recipe import ComponentKind, State
+from megatron_pulse.errors import UserError
 from megatron_pulse.runtime.encoding.packing import PackedLayout
 from model_specs.common.text_recipes import SD
 from tests.encoders.pipelines import LENGTH, make_encoder, make_pipeline
@@ -25,7 +26,21 @@ KINDS = {
     "projected": ComponentKind.PROJECTED_CLIP,
     "t5": ComponentKind.T5,
     "bert": ComponentKind.BERT,
+    "umt5": ComponentKind.UMT5,
+    "llama": ComponentKind.LLAMA,
+    "gemma2": ComponentKind.GEMMA2,
+    "qwen3": ComponentKind.QWEN3,
+    "qwen_vl": ComponentKind.QWEN_VL,
+    "mistral": ComponentKind.MISTRAL,
 }
+
+
+def trunk_of(kind: str) -> Any:
+    """The layers of a tiny encoder that read text."""
+    model = make_encoder(kind)
+    return model.get_decoder() if KINDS[kind].is_decoder else model
+
+
 IDS = torch.tensor([[2, 5, 6, 7, 1, 1], [2, 8, 1, 1, 1, 1], [2, 9, 10, 11, 12, 1]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
 
@@ -39,11 +54,12 @@ def weights(pieces: tuple[EncoderPiece, ...]) -> list[int]:
 @torch.no_grad()
 def test_text(kind: str, masked: bool) -> None:
     torch.manual_seed(0)
-    model = make_encoder(kind)
-    asked = (
-        {State.LAST} if kind in ("t5", "bert") else {State.LAST, State.PENULTIMATE, State.POOLED}
-    )
-    pieces = text_pieces(KINDS[kind], model, frozenset(asked), masked)
+    model = trunk_of(kind)
+    asked = {"last": -1, "penultimate": -2, "hidden_1": 1, "hidden_-3": -3}
+    if not KINDS[kind].is_decoder:
+        asked = {} if kind in ("t5", "bert", "umt5") else {"penultimate": -2}
+    pooled = {"pooled"} if kind in ("clip", "projected") else set()
+    pieces = text_pieces(KINDS[kind], model, frozenset({"last", *asked, *pooled}), masked)
     assert [piece.name for piece in pieces][1:-1] and len(pieces) == 5
     held = weights(pieces)
     trained = {id(p) for n, p in model.named_parameters() if not n.startswith("pooler")}
@@ -53,10 +69,11 @@ def test_text(kind: str, masked: bool) -> None:
         IDS, attention_mask=MASK if masked else torch.ones_like(MASK), output_hidden_states=True
     )
     assert torch.equal(ours["last"], whole.last_hidden_state)
-    if kind in ("clip", "projected"):
-        assert torch.equal(ours["penultimate"], whole.hidden_states[-2])
-        pooled = whole.text_embeds if kind == "projected" else whole.pooler_output
-        assert torch.equal(ours["pooled"], pooled)
+    for name, index in asked.items():
+        assert torch.equal(ours[name], whole.hidden_states[index]), name
+    if pooled:
+        vector = whole.text_embeds if kind == "projected" else whole.pooler_output
+        assert torch.equal(ours["pooled"], vector)
 
 
 def test_layers_that_nothing_needs_are_left_out() -> None:
@@ -64,6 +81,15 @@ def test_layers_that_nothing_needs_are_left_out() -> None:
         ComponentKind.CLIP, make_encoder("clip"), frozenset({State.PENULTIMATE}), False
     )
     assert [piece.name for piece in pieces] == ["embeddings", "layers.0", "layers.1"]
+    pieces = text_pieces(
+        ComponentKind.LLAMA, make_encoder("llama"), frozenset({"hidden_1", "hidden_-3"}), True
+    )
+    assert [piece.name for piece in pieces] == ["embeddings", "layers.0"]
+
+
+def test_states_beyond_the_layers_are_refused() -> None:
+    with pytest.raises(UserError, match="it has 3 layers, but the states after 10 are needed"):
+        text_pieces(ComponentKind.LLAMA, make_encoder("llama"), frozenset({"hidden_10"}), True)
 
 
 def make_autoencoder(**settings: Any) -> Any:
@@ -131,7 +157,7 @@ def test_one_image_at_a_time_gives_the_same_bits_in_any_company(tmp_path: Path) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_sample_leaves_the_same_states(kind: str) -> None:
     """Texts that fill their tokens need no mask, others do: what travels is of one layout."""
-    pieces = text_pieces(KINDS[kind], make_encoder(kind), frozenset({State.LAST}), True)
+    pieces = text_pieces(KINDS[kind], trunk_of(kind), frozenset({State.LAST}), True)
     states = [{"ids": IDS[i : i + 1], "mask": MASK[i : i + 1]} for i in (0, 2)]
     whole = [run_pieces(pieces, given)["last"] for given in states]
     for piece in pieces:
