@@ -96,7 +96,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Template:
+class PromptTemplate:
     """Text around a prompt, as the ``pipeline`` of diffusers puts it (see ``templates.py``).
 
     The states of the first ``crop`` tokens are dropped. ``on_negative``: negative and empty prompts
@@ -150,7 +150,7 @@ class TextRecipe:
     right_padded: frozenset[int] = frozenset()
     trimmed: frozenset[int] = frozenset()
     absent: frozenset[int] = frozenset()
-    templates: Mapping[int, Template] = field(default_factory=dict)
+    templates: Mapping[int, PromptTemplate] = field(default_factory=dict)
     zeros_if_empty: bool = False
     no_tokens_if_empty: bool = False
     cleaning: Cleaning | None = None

@@ -11,8 +11,8 @@ from megatron_pulse.encoders.text_recipe import (
     Cleaning,
     ComponentKind,
     Part,
+    PromptTemplate,
     State,
-    Template,
     TextRecipe,
 )
 
@@ -87,7 +87,7 @@ HUNYUAN_VIDEO = TextRecipe(
     {1: ComponentKind.LLAMA, 2: ComponentKind.CLIP},
     masked=frozenset({1}),
     fitted=frozenset({1}),
-    templates={1: Template("HunyuanVideoPipeline", crop=95)},
+    templates={1: PromptTemplate("HunyuanVideoPipeline", crop=95)},
 )
 QWEN_IMAGE = TextRecipe(
     _MASKED_STATES,
@@ -96,7 +96,7 @@ QWEN_IMAGE = TextRecipe(
     fitted=frozenset({1}),
     right_padded=frozenset({1}),
     trimmed=frozenset({1}),
-    templates={1: Template("QwenImagePipeline", crop=34)},
+    templates={1: PromptTemplate("QwenImagePipeline", crop=34)},
 )
 
 
@@ -106,7 +106,7 @@ def _flux2(kind: ComponentKind, pipeline: str, layers: tuple[int, ...]) -> TextR
         {1: kind},
         masked=frozenset({1}),
         fitted=frozenset({1}),
-        templates={1: Template(pipeline)},
+        templates={1: PromptTemplate(pipeline)},
     )
 
 
@@ -123,13 +123,13 @@ LUMINA2 = TextRecipe(
     masked=frozenset({1}),
     fitted=frozenset({1}),
     right_padded=frozenset({1}),
-    templates={1: Template("Lumina2Pipeline", on_negative=False)},
+    templates={1: PromptTemplate("Lumina2Pipeline", on_negative=False)},
 )
 Z_IMAGE = replace(
     LUMINA2,
     kinds={1: ComponentKind.QWEN3},
     trimmed=frozenset({1}),
-    templates={1: Template("ZImagePipeline")},
+    templates={1: PromptTemplate("ZImagePipeline")},
 )
 HUNYUAN_VIDEO_15 = TextRecipe(
     {
@@ -143,8 +143,8 @@ HUNYUAN_VIDEO_15 = TextRecipe(
     fitted=frozenset({1, 2}),
     absent=frozenset({2}),
     templates={
-        1: Template("HunyuanVideo15Pipeline", crop=108),
-        2: Template("HunyuanVideo15Pipeline glyphs"),
+        1: PromptTemplate("HunyuanVideo15Pipeline", crop=108),
+        2: PromptTemplate("HunyuanVideo15Pipeline glyphs"),
     },
 )
 

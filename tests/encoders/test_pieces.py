@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from diffusers import AutoencoderKL
@@ -132,6 +133,72 @@ def test_images(settings: dict[str, Any], tmp_path: Path) -> None:
     wanted = posterior.mean + posterior.std * noise
     scaled = (wanted - (model.config.shift_factor or 0)) * model.config.scaling_factor
     torch.testing.assert_close(opened.encode(images, noise), scaled, rtol=0, atol=1e-6)
+
+
+def make_flux2() -> Any:
+    torch.manual_seed(0)
+    model = diffusers.AutoencoderKLFlux2(
+        norm_num_groups=4, block_out_channels=(8, 12), layers_per_block=1, latent_channels=4,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        sample_size=16,
+    )  # fmt: skip
+    model.bn.running_mean.normal_()
+    model.bn.running_var.uniform_(0.5, 2)
+    return model.eval()
+
+
+@torch.no_grad()
+def test_flux2_latents_are_those_of_its_pipeline(tmp_path: Path) -> None:
+    model = make_flux2()
+    model.save_pretrained(tmp_path)
+    parts = dict.fromkeys(("scheduler", "text_encoder", "tokenizer", "transformer"))
+    pipeline = diffusers.Flux2Pipeline(vae=model, **parts)
+    images, ours = torch.rand(2, 3, 16, 24) * 2 - 1, Autoencoder(tmp_path)
+    theirs = torch.cat([pipeline._encode_vae_image(each, None) for each in images.split(1)])
+    mean = ours.encode(images)
+    torch.testing.assert_close(mean, theirs, rtol=0, atol=1e-6)
+    assert mean.shape[1:] == ours.latent_shape((3, 16, 24)) == (16, 4, 6)
+    std = (model.bn.running_var + model.config.batch_norm_eps).sqrt().view(1, -1, 1, 1)
+    inner = pipeline._unpatchify_latents(mean * std + model.bn.running_mean.view(1, -1, 1, 1))
+    pixels = model.decode(inner).sample.clamp(-1, 1)
+    torch.testing.assert_close(ours.decode(mean), pixels, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_qwen_image_latents_are_those_of_its_pipeline(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = diffusers.AutoencoderKLQwenImage(
+        base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
+        latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 2.0, 1.0, 0.5],
+    ).eval()  # fmt: skip
+    model.save_pretrained(tmp_path)
+    names = ("scheduler", "text_encoder", "tokenizer", "processor", "transformer")
+    pipeline = diffusers.QwenImageEditPipeline(vae=model, **dict.fromkeys(names))
+    images, ours = torch.rand(2, 3, 16, 24) * 2 - 1, Autoencoder(tmp_path)
+    frames = images.unsqueeze(2).split(1)
+    theirs = torch.cat([pipeline._encode_vae_image(each, None) for each in frames])
+    mean = ours.encode(images)
+    torch.testing.assert_close(mean, theirs.squeeze(2), rtol=0, atol=1e-6)
+    std, shift = (
+        torch.tensor(s).view(1, -1, 1, 1) for s in ([1.5, 2, 1, 0.5], [0.1, -0.2, 0.3, 0])
+    )
+    pixels = model.decode((mean * std + shift).unsqueeze(2)).sample.squeeze(2).clamp(-1, 1)
+    torch.testing.assert_close(ours.decode(mean), pixels, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_pictures_are_encoded_and_decoded_in_diffusers_tiles(tmp_path: Path) -> None:
+    model = make_autoencoder(sample_size=16)
+    model.save_pretrained(tmp_path)
+    model.enable_tiling()
+    images, ours = torch.rand(2, 3, 40, 24) * 2 - 1, Autoencoder(tmp_path, tiled=True)
+    theirs = torch.cat([model.encode(each).latent_dist.mean for each in images.split(1)])
+    assert torch.equal(ours.encode(images), theirs * model.config.scaling_factor)
+    drawn = ours.decode(theirs * model.config.scaling_factor)
+    pixels = model.decode(theirs).sample.clamp(-1, 1)
+    torch.testing.assert_close(drawn, pixels, rtol=0, atol=1e-5)
+    whole = Autoencoder(tmp_path).decode(theirs * model.config.scaling_factor)
+    assert not torch.allclose(whole, drawn, rtol=0, atol=1e-3)
 
 
 def test_posterior_noise_is_a_function_of_seed_sample_and_pass() -> None:

@@ -470,7 +470,8 @@ def _open_autoencoder(args: argparse.Namespace) -> Autoencoder | None:
     vae = autoencoder_folder(args)
     if vae is None:
         return None
-    return Autoencoder(vae, getattr(torch, DTYPES[args.encoders_dtype or "fp32"]))
+    dtype = getattr(torch, DTYPES[args.encoders_dtype or "fp32"])
+    return Autoencoder(vae, dtype, tiled=args.vae_tiling)
 
 
 def _require_encodable(

@@ -27,6 +27,7 @@ from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.models.control_image import continued, controlled, inpainted
 from megatron_pulse.cli.models.encoder_flags import (
     add_encoder_flags,
+    add_vae_tiling,
     autoencoder_folder,
     encoder_faults,
     open_encoders,
@@ -209,6 +210,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--width W", size, within=PIXELS, type=int)
     add_option_flag(parser, "draw at another size of latents or text length: sample_size=64")
     add("--vae DIR|hf:ID", "decode latents with this AutoencoderKL folder", type=Path)
+    add_vae_tiling(parser, "decode")
     add(
         "--score",
         "share of images that a classifier of these real digits takes for the digit asked for",
@@ -324,7 +326,7 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
         model.arguments.pulse_encoders = str(args.encoders)
     take_encoders_of(args, model.arguments)
     vae = autoencoder_folder(args)
-    drawing = _drawing(vae, model)
+    drawing = _drawing(vae, model, args.vae_tiling)
     kind, rows, request = _asked(args, model, drawing)
     require(_check_model(args, model, kind, rows, drawing))
     warn(noise_left(model.process, args.steps))
@@ -568,6 +570,8 @@ def _check_model(
         faults.append(f"--classes: the model has classes 0-{count - 1}, not {shown}")
     if drawing.autoencoder is not None and model.makes_pixels:
         faults.append("--vae decodes latents, but the model was trained on pixels")
+    if args.vae_tiling and drawing.autoencoder is None:
+        faults.append("--vae-tiling needs an autoencoder: give --vae, or --encoders with one")
     if args.prompt and args.encoders is None and model.no_words:
         faults.append(f"--prompt: {model.no_words}")
     if args.score and (drawing.shape[0] != 1 or drawing.autoencoder is not None):
@@ -577,7 +581,7 @@ def _check_model(
     return faults
 
 
-def _drawing(vae: Path | None, model: TrainedModel) -> SampleDecoder:
+def _drawing(vae: Path | None, model: TrainedModel, tiled: bool) -> SampleDecoder:
     """Decoder of the model's samples into pictures."""
     shape = model.backbone.sample_spec.shape
     if vae is None:
@@ -585,6 +589,6 @@ def _drawing(vae: Path | None, model: TrainedModel) -> SampleDecoder:
     from megatron_pulse.encoders.autoencoder import Autoencoder
     from megatron_pulse.integration.training_encoders import other_autoencoder
 
-    autoencoder = Autoencoder(vae)
+    autoencoder = Autoencoder(vae, tiled=tiled)
     warn(other_autoencoder(autoencoder, model.arguments))
     return SampleDecoder(shape, autoencoder)
