@@ -111,7 +111,6 @@ def _appending(
     forward: Callable[..., Any], sample: str, appended: list[str], axis: int
 ) -> Callable[..., Any]:
     """``forward`` with inputs ``appended``, whose channels follow those of ``sample``."""
-    taken = inspect.signature(forward)
 
     @functools.wraps(forward)
     def call(**given: Any) -> Any:
@@ -120,7 +119,13 @@ def _appending(
         parts = [given[sample], *(given.pop(name) for name in appended)]
         return forward(**{**given, sample: torch.cat(parts, dim=axis)})
 
-    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in appended]
+    return taking(call, appended)
+
+
+def taking(call: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
+    """``call``, whose signature has keywords ``names`` too."""
+    taken = inspect.signature(call)
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     call.__signature__ = taken.replace(  # type: ignore[attr-defined]
         parameters=[*taken.parameters.values(), *more]
     )

@@ -12,17 +12,30 @@ from megatron_pulse.backbone.appended_fields import (
     KNOWN_MASK,
     KNOWN_VIDEO,
     MASKED_IMAGE,
+    REFERENCE_IMAGE,
 )
-from model_specs.derived.inputs import Around, Config, Declared, Input, Known, SameInput, Sizes
+from model_specs.derived.inputs import (
+    Around,
+    Config,
+    Declared,
+    Input,
+    Known,
+    SameInput,
+    Sizes,
+    taking,
+)
 
 _THOUSANDTH = 1e-3
 """Timestep scale of classes with times from 0 to 1."""
 
 
-def _packed(pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]) -> Around:
+def _packed(
+    pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any], reference: int = 0
+) -> Around:
     """Wrapper of a token module's forward that takes and returns latents.
 
-    ``unpack`` also gets the shape of the latents.
+    ``unpack`` also gets the shape of the latents. With a ``reference`` its tokens follow those of
+    the noisy sample, and none are predicted.
     """
 
     def around(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,9 +44,30 @@ def _packed(pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]) -> Ar
             (predicted,) = forward(hidden_states=pack(hidden_states), **others, return_dict=False)
             return unpack(predicted, hidden_states.shape)
 
-        return call
+        @functools.wraps(forward)
+        def call_with_reference(hidden_states: Any, reference_image: Any, **others: Any) -> Any:
+            import torch
+
+            noisy = pack(hidden_states)
+            tokens = torch.cat([noisy, pack(reference_image)], dim=1)
+            (predicted,) = forward(hidden_states=tokens, **others, return_dict=False)
+            return unpack(predicted[:, : noisy.shape[1]], hidden_states.shape)
+
+        return taking(call_with_reference, [REFERENCE_IMAGE]) if reference else call
 
     return around
+
+
+_FLUX2_REFERENCE = 10
+"""First coordinate of a reference's tokens in diffusers' pipelines of Flux.2; FLUX.1 has 1."""
+
+
+def _reference(size: Sizes, channels: int) -> list[Input]:
+    """Reference picture, if the run's sizes have one."""
+    if size.reference > 1:
+        raise ValueError(f"reference is {size.reference}: one reference picture is supported")
+    shape = (channels, size.height, size.width)
+    return [Input(REFERENCE_IMAGE, shape)] if size.reference else []
 
 
 _FLUX_PIXELS = 8 * 8
@@ -59,6 +93,7 @@ def _squares(size: Sizes) -> tuple[Around, int, int]:
             x.unflatten(2, (-1, _SIDE, _SIDE)).unflatten(1, (shape[2] // _SIDE, -1))
             .permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
         ),
+        size.reference,
     )  # fmt: skip
     return packed, height, width
 
@@ -77,15 +112,18 @@ def _flux(config: Config, size: Sizes) -> Declared:
         ]
     elif more:
         channels += more
+    if appended and size.reference:
+        raise ValueError("reference: a model that inpaints takes none")
     inputs: list[Input | SameInput] = [
         Input("hidden_states", (channels, *sides)),
         *appended,
+        *_reference(size, channels),
         Input("timestep", (), "float32"),
         Input(
             "encoder_hidden_states", (size.text_length, config.joint_attention_dim), field="context"
         ),
         Input("pooled_projections", (config.pooled_projection_dim,), field="pooled"),
-        SameInput("img_ids", lambda batch: _places(height, width)),
+        SameInput("img_ids", lambda batch: _places(height, width, size.reference)),
         SameInput("txt_ids", lambda batch: _nowhere(size.text_length)),
     ]
     if config.guidance_embeds:
@@ -98,6 +136,7 @@ def _flux(config: Config, size: Sizes) -> Declared:
 def _qwen_image(config: Config, size: Sizes) -> Declared:
     """Qwen-Image: tokens as Flux's; positions follow from the sides."""
     packed, height, width = _squares(size)
+    pictures = 1 + size.reference
     inputs: tuple[Input | SameInput, ...] = (
         Input("hidden_states", (config.in_channels // _SIDE**2, size.height, size.width)),
         Input("timestep", (), "float32"),
@@ -105,7 +144,8 @@ def _qwen_image(config: Config, size: Sizes) -> Declared:
             "encoder_hidden_states", (size.text_length, config.joint_attention_dim), field="context"
         ),
         Input("encoder_hidden_states_mask", (size.text_length,), "bool", "context_mask"),
-        SameInput("img_shapes", lambda batch: [[(1, height, width)]] * batch),
+        *_reference(size, config.in_channels // _SIDE**2),
+        SameInput("img_shapes", lambda batch: [[(1, height, width)] * pictures] * batch),
     )
     return Declared(
         "hidden_states", "timestep", inputs, _THOUSANDTH, patch_size=_SIDE, around=packed
@@ -114,14 +154,17 @@ def _qwen_image(config: Config, size: Sizes) -> Declared:
 
 def _flux2(config: Config, size: Sizes) -> Declared:
     """Flux.2: one token for each place of latents whose channels hold 2 x 2 squares already."""
-    packed = _packed(lambda x: x.flatten(2).mT, lambda x, shape: x.mT.unflatten(2, shape[2:]))
+    packed = _packed(
+        lambda x: x.flatten(2).mT, lambda x, shape: x.mT.unflatten(2, shape[2:]), size.reference
+    )
     inputs: list[Input | SameInput] = [
         Input("hidden_states", (config.in_channels, size.height, size.width)),
         Input("timestep", (), "float32"),
         Input(
             "encoder_hidden_states", (size.text_length, config.joint_attention_dim), field="context"
         ),
-        SameInput("img_ids", lambda batch: _grid(1, size.height, size.width, 1)),
+        *_reference(size, config.in_channels),
+        SameInput("img_ids", lambda batch: _flux2_places(size)),
         SameInput("txt_ids", lambda batch: _grid(1, 1, 1, size.text_length)),
     ]
     if config.guidance_embeds:
@@ -136,12 +179,22 @@ def _grid(*sides: int) -> Any:
     return torch.cartesian_prod(*map(torch.arange, sides))
 
 
-def _places(height: int, width: int) -> Any:
+def _flux2_places(size: Sizes) -> Any:
+    import torch
+
+    places = _grid(1, size.height, size.width, 1)
+    if not size.reference:
+        return places
+    return torch.cat([places, places + torch.tensor([_FLUX2_REFERENCE, 0, 0, 0])])
+
+
+def _places(height: int, width: int, reference: int) -> Any:
     import torch
 
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    places = torch.stack([torch.zeros_like(rows), rows, columns], -1)
-    return places.reshape(-1, 3).float()
+    first = torch.arange(1 + reference)[:, None, None].expand(-1, height, width)
+    places = [torch.stack([each, rows, columns], -1) for each in first]
+    return torch.stack(places).reshape(-1, 3).float()
 
 
 def _nowhere(length: int) -> Any:
@@ -266,11 +319,16 @@ def _cogvideox_rotary(config: Config, frames: int, grid: tuple[int, int]) -> Any
     return get_3d_rotary_pos_embed(head, None, grid, steps, grid_type="slice", max_size=grid)
 
 
+_PICTURE = {"height": 128, "width": 128}
+_NO_REFERENCE = {"reference": 0}
+"""Number of reference pictures of the sample's size, whose tokens follow the noisy ones."""
 TOKENS = {
-    "FluxTransformer2DModel": Known({"height": 128, "width": 128, "text_length": 512}, _flux),
-    "Flux2Transformer2DModel": Known({"height": 64, "width": 64, "text_length": 512}, _flux2),
+    "FluxTransformer2DModel": Known({**_PICTURE, "text_length": 512, **_NO_REFERENCE}, _flux),
+    "Flux2Transformer2DModel": Known(
+        {"height": 64, "width": 64, "text_length": 512, **_NO_REFERENCE}, _flux2
+    ),
     "QwenImageTransformer2DModel": Known(
-        {"height": 128, "width": 128, "text_length": 512}, _qwen_image
+        {**_PICTURE, "text_length": 512, **_NO_REFERENCE}, _qwen_image
     ),
     "HunyuanVideoTransformer3DModel": Known(
         {"frames": 33, "height": 90, "width": 160, "text_length": 256}, _hunyuan_video

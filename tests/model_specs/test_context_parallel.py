@@ -38,6 +38,7 @@ CASES: Cases = {
         {"num_layers": 2, "context_length": 77, "qk_norm": True, "dual_attention_layers": [0]},
     ),
     "flux": ("flux-tiny", {"num_layers": 1, "context_length": 226, "buckets": "4x12,8x8"}),
+    "flux-reference": ("flux-tiny", {"num_layers": 1, "reference": 1, "buckets": "4x12"}),
 }
 """Shares are uneven over 4 ranks, but for some buckets: 18 and 94 tokens, texts of 77 and 226."""
 SAMPLES = 2

@@ -11,6 +11,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+from megatron_pulse.backbone.appended_fields import REFERENCE_IMAGE
 from megatron_pulse.backbone.recorded_sizes import GIVES_SIZE, options_at_size
 from megatron_pulse.cli import run_command
 from megatron_pulse.cli.backbone_flags import add_option_flag, option_faults, options_of
@@ -24,7 +25,7 @@ from megatron_pulse.cli.flag_checks import (
     warn,
 )
 from megatron_pulse.cli.import_megatron import prepare_megatron
-from megatron_pulse.cli.models.control_image import continued, controlled, inpainted
+from megatron_pulse.cli.models.control_image import continued, controlled, inpainted, referenced
 from megatron_pulse.cli.models.encoder_flags import (
     add_encoder_flags,
     add_vae_tiling,
@@ -146,8 +147,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add(
         "--image FILE",
-        "picture that a model of image to video continues, or of which an inpainting model draws "
-        "parts anew; counts as of --control-image (repeatable)",
+        "picture that a model of image to video continues, of which an inpainting model draws "
+        "parts anew, or that is edited; counts as of --control-image (repeatable)",
         type=Path,
         action="append",
         default=[],
@@ -494,7 +495,8 @@ def _asked(
     if args.mask:
         rows, masked = inpainted(list(zip(args.image, args.mask, strict=True)), *of_row)
     else:
-        rows, masked = continued(args.image, *of_row)
+        seen = referenced if REFERENCE_IMAGE in model.backbone.batch_fields else continued
+        rows, masked = seen(args.image, *of_row)
     beside = {**beside, **masked}
     if args.prompt and args.encoders is not None:
         opened = open_encoders(args, model.backbone.name, model.backbone)
