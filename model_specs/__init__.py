@@ -510,7 +510,7 @@ def text_recipe(name: str, backbone: Backbone) -> TextRecipe | None:
     if not read:
         return None
     for recipe in _recipes(name):
-        if recipe.fields.keys() == read and recipe.beside <= backbone.batch_fields.keys():
+        if recipe.is_of(backbone.batch_fields):
             return recipe
     raise UserError(
         f"{name} reads {', '.join(sorted(read))}, which no known encoders provide. Write them "

@@ -291,8 +291,7 @@ class TextEncoders:
         return faults
 
     def _shape(self, part: Part) -> tuple[int, ...]:
-        encoder = self.encoders[part.place]
-        length = self.tokenizers.lengths[part.place] - self.recipe.crop(part.place)
+        encoder, length = self.encoders[part.place], self.tokenizers.state_lengths[part.place]
         if part.state is State.POOLED:
             return (encoder.pooled_width,)
         return (length,) if part.state is State.MASK else (length, encoder.width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -136,7 +136,8 @@ class TextRecipe:
       ``force_zeros_for_empty_prompt`` is true (its default), otherwise the encoding of "". With
       ``no_tokens_if_empty`` it has token ids and a mask of zeros if the setting is true.
     - ``cleaning``: texts are cleaned.
-    - ``beside``: other fields that tell a backbone with these text fields from its kin.
+    - ``beside``, ``never_beside``: other fields that a backbone with these text fields has, or
+      has not.
     - ``inversions``: a token of textual inversion stands for all its vectors.
     - ``length_option``: the backbone's option for the text length; empty if there is none.
     """
@@ -155,8 +156,15 @@ class TextRecipe:
     no_tokens_if_empty: bool = False
     cleaning: Cleaning | None = None
     beside: frozenset[str] = frozenset()
+    never_beside: frozenset[str] = frozenset()
     inversions: bool = False
     length_option: str = field(default="", compare=False)
+
+    def is_of(self, batch_fields: Collection[str]) -> bool:
+        """True if it makes the text that a backbone with these fields reads."""
+        fields = {*batch_fields}
+        is_kin = self.beside <= fields and not self.never_beside & fields
+        return is_kin and self.fields.keys() == text_fields(fields)
 
     def parts(self) -> Iterator[Part]:
         """All parts of all fields."""

@@ -155,6 +155,11 @@ class Tokenizers:
             return {name: torch.zeros_like(value) for name, value in found.items()}
         return found
 
+    @property
+    def state_lengths(self) -> dict[int, int]:
+        """Numbers of tokens whose states are kept, by place."""
+        return {place: n - self.recipe.crop(place) for place, n in self.lengths.items()}
+
     def num_tokens(self, place: int) -> int:
         """Size of a tokenizer's vocabulary, an upper bound of its ids."""
         tokenizer = self._tokenizers[place]

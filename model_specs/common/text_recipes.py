@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_pulse.backbone.appended_fields import REFERENCE_IMAGE
 from megatron_pulse.encoders.text_recipe import (
     Cleaning,
     ComponentKind,
@@ -97,7 +98,9 @@ QWEN_IMAGE = TextRecipe(
     right_padded=frozenset({1}),
     trimmed=frozenset({1}),
     templates={1: PromptTemplate("QwenImagePipeline", crop=34)},
+    never_beside=frozenset({REFERENCE_IMAGE}),
 )
+"""Of Qwen-Image; Qwen-Image-Edit's text encoder sees the reference picture, too."""
 
 
 def _flux2(kind: ComponentKind, pipeline: str, layers: tuple[int, ...]) -> TextRecipe:
@@ -135,8 +138,8 @@ HUNYUAN_VIDEO_15 = TextRecipe(
     {
         "context": ((Part(1, State.HIDDEN, -3),),),
         "context_mask": ((Part(1, State.MASK),),),
-        "context_2": ((Part(2, State.LAST),),),
-        "context_2_mask": ((Part(2, State.MASK),),),
+        "context_byt5": ((Part(2, State.LAST),),),
+        "context_byt5_mask": ((Part(2, State.MASK),),),
     },
     {1: ComponentKind.QWEN_VL_TEXT, 2: ComponentKind.T5},
     masked=frozenset({1, 2}),

@@ -99,7 +99,7 @@ class Declared:
             module.forward = self.around(module.forward)
         appended = [i.path for i in self.inputs if isinstance(i, Input) and i.appended]
         if appended:
-            module.forward = _appending(module.forward, self.sample, appended, self.channel_axis)
+            module.forward = appending(module.forward, self.sample, appended, self.channel_axis)
         return module
 
     def make(self, dtype: str) -> Callable[[int], dict[str, Any]]:
@@ -107,10 +107,11 @@ class Declared:
         return lambda size: nested((i.path, _value(i, size, dtype)) for i in self.inputs)
 
 
-def _appending(
+def appending(
     forward: Callable[..., Any], sample: str, appended: list[str], axis: int
 ) -> Callable[..., Any]:
-    """``forward`` with inputs ``appended``, whose channels follow those of ``sample``."""
+    """``forward`` with inputs ``appended``, which follow ``sample`` along an ``axis``."""
+    taken = inspect.signature(forward)
 
     @functools.wraps(forward)
     def call(**given: Any) -> Any:
@@ -119,13 +120,7 @@ def _appending(
         parts = [given[sample], *(given.pop(name) for name in appended)]
         return forward(**{**given, sample: torch.cat(parts, dim=axis)})
 
-    return taking(call, appended)
-
-
-def taking(call: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
-    """``call``, whose signature has keywords ``names`` too."""
-    taken = inspect.signature(call)
-    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in appended]
     call.__signature__ = taken.replace(  # type: ignore[attr-defined]
         parameters=[*taken.parameters.values(), *more]
     )

@@ -12,30 +12,18 @@ from megatron_pulse.backbone.appended_fields import (
     KNOWN_MASK,
     KNOWN_VIDEO,
     MASKED_IMAGE,
-    REFERENCE_IMAGE,
 )
-from model_specs.derived.inputs import (
-    Around,
-    Config,
-    Declared,
-    Input,
-    Known,
-    SameInput,
-    Sizes,
-    taking,
-)
+from model_specs.derived.inputs import Around, Config, Declared, Input, Known, SameInput, Sizes
+from model_specs.derived.references import NO_REFERENCE, repeated, shifted, with_reference
 
 _THOUSANDTH = 1e-3
 """Timestep scale of classes with times from 0 to 1."""
 
 
-def _packed(
-    pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any], reference: int = 0
-) -> Around:
+def _packed(pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]) -> Around:
     """Wrapper of a token module's forward that takes and returns latents.
 
-    ``unpack`` also gets the shape of the latents. With a ``reference`` its tokens follow those of
-    the noisy sample, and none are predicted.
+    ``unpack`` also gets the shape of the latents.
     """
 
     def around(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,30 +32,9 @@ def _packed(
             (predicted,) = forward(hidden_states=pack(hidden_states), **others, return_dict=False)
             return unpack(predicted, hidden_states.shape)
 
-        @functools.wraps(forward)
-        def call_with_reference(hidden_states: Any, reference_image: Any, **others: Any) -> Any:
-            import torch
-
-            noisy = pack(hidden_states)
-            tokens = torch.cat([noisy, pack(reference_image)], dim=1)
-            (predicted,) = forward(hidden_states=tokens, **others, return_dict=False)
-            return unpack(predicted[:, : noisy.shape[1]], hidden_states.shape)
-
-        return taking(call_with_reference, [REFERENCE_IMAGE]) if reference else call
+        return call
 
     return around
-
-
-_FLUX2_REFERENCE = 10
-"""First coordinate of a reference's tokens in diffusers' pipelines of Flux.2; FLUX.1 has 1."""
-
-
-def _reference(size: Sizes, channels: int) -> list[Input]:
-    """Reference picture, if the run's sizes have one."""
-    if size.reference > 1:
-        raise ValueError(f"reference is {size.reference}: one reference picture is supported")
-    shape = (channels, size.height, size.width)
-    return [Input(REFERENCE_IMAGE, shape)] if size.reference else []
 
 
 _FLUX_PIXELS = 8 * 8
@@ -93,7 +60,6 @@ def _squares(size: Sizes) -> tuple[Around, int, int]:
             x.unflatten(2, (-1, _SIDE, _SIDE)).unflatten(1, (shape[2] // _SIDE, -1))
             .permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
         ),
-        size.reference,
     )  # fmt: skip
     return packed, height, width
 
@@ -112,18 +78,15 @@ def _flux(config: Config, size: Sizes) -> Declared:
         ]
     elif more:
         channels += more
-    if appended and size.reference:
-        raise ValueError("reference: a model that inpaints takes none")
     inputs: list[Input | SameInput] = [
         Input("hidden_states", (channels, *sides)),
         *appended,
-        *_reference(size, channels),
         Input("timestep", (), "float32"),
         Input(
             "encoder_hidden_states", (size.text_length, config.joint_attention_dim), field="context"
         ),
         Input("pooled_projections", (config.pooled_projection_dim,), field="pooled"),
-        SameInput("img_ids", lambda batch: _places(height, width, size.reference)),
+        SameInput("img_ids", lambda batch: _places(height, width)),
         SameInput("txt_ids", lambda batch: _nowhere(size.text_length)),
     ]
     if config.guidance_embeds:
@@ -136,7 +99,6 @@ def _flux(config: Config, size: Sizes) -> Declared:
 def _qwen_image(config: Config, size: Sizes) -> Declared:
     """Qwen-Image: tokens as Flux's; positions follow from the sides."""
     packed, height, width = _squares(size)
-    pictures = 1 + size.reference
     inputs: tuple[Input | SameInput, ...] = (
         Input("hidden_states", (config.in_channels // _SIDE**2, size.height, size.width)),
         Input("timestep", (), "float32"),
@@ -144,8 +106,7 @@ def _qwen_image(config: Config, size: Sizes) -> Declared:
             "encoder_hidden_states", (size.text_length, config.joint_attention_dim), field="context"
         ),
         Input("encoder_hidden_states_mask", (size.text_length,), "bool", "context_mask"),
-        *_reference(size, config.in_channels // _SIDE**2),
-        SameInput("img_shapes", lambda batch: [[(1, height, width)] * pictures] * batch),
+        SameInput("img_shapes", lambda batch: [[(1, height, width)]] * batch),
     )
     return Declared(
         "hidden_states", "timestep", inputs, _THOUSANDTH, patch_size=_SIDE, around=packed
@@ -154,17 +115,14 @@ def _qwen_image(config: Config, size: Sizes) -> Declared:
 
 def _flux2(config: Config, size: Sizes) -> Declared:
     """Flux.2: one token for each place of latents whose channels hold 2 x 2 squares already."""
-    packed = _packed(
-        lambda x: x.flatten(2).mT, lambda x, shape: x.mT.unflatten(2, shape[2:]), size.reference
-    )
+    packed = _packed(lambda x: x.flatten(2).mT, lambda x, shape: x.mT.unflatten(2, shape[2:]))
     inputs: list[Input | SameInput] = [
         Input("hidden_states", (config.in_channels, size.height, size.width)),
         Input("timestep", (), "float32"),
         Input(
             "encoder_hidden_states", (size.text_length, config.joint_attention_dim), field="context"
         ),
-        *_reference(size, config.in_channels),
-        SameInput("img_ids", lambda batch: _flux2_places(size)),
+        SameInput("img_ids", lambda batch: _grid(1, size.height, size.width, 1)),
         SameInput("txt_ids", lambda batch: _grid(1, 1, 1, size.text_length)),
     ]
     if config.guidance_embeds:
@@ -179,22 +137,12 @@ def _grid(*sides: int) -> Any:
     return torch.cartesian_prod(*map(torch.arange, sides))
 
 
-def _flux2_places(size: Sizes) -> Any:
-    import torch
-
-    places = _grid(1, size.height, size.width, 1)
-    if not size.reference:
-        return places
-    return torch.cat([places, places + torch.tensor([_FLUX2_REFERENCE, 0, 0, 0])])
-
-
-def _places(height: int, width: int, reference: int) -> Any:
+def _places(height: int, width: int) -> Any:
     import torch
 
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    first = torch.arange(1 + reference)[:, None, None].expand(-1, height, width)
-    places = [torch.stack([each, rows, columns], -1) for each in first]
-    return torch.stack(places).reshape(-1, 3).float()
+    places = torch.stack([torch.zeros_like(rows), rows, columns], -1)
+    return places.reshape(-1, 3).float()
 
 
 def _nowhere(length: int) -> Any:
@@ -232,7 +180,24 @@ def _hunyuan_video(config: Config, size: Sizes) -> Declared:
     ]
     if config.guidance_embeds:
         inputs.append(Input("guidance", (), "float32"))
-    return Declared("hidden_states", "timestep", tuple(inputs))
+    return Declared("hidden_states", "timestep", tuple(inputs), around=_with_scaled_guidance)
+
+
+_GUIDANCE_SCALE = 1000
+"""Factor that HunyuanVideo's pipelines apply to guidance, and Flux's class itself."""
+
+
+def _with_scaled_guidance(given: Any) -> Callable[..., Any]:
+    forward = getattr(given, "forward", given)
+
+    @functools.wraps(forward)
+    def call(**inputs: Any) -> Any:
+        if "guidance" in inputs:
+            inputs["guidance"] = inputs["guidance"] * _GUIDANCE_SCALE
+        (predicted,) = forward(**inputs, return_dict=False)
+        return predicted
+
+    return call
 
 
 _WAN_FRAMES = 4
@@ -319,16 +284,18 @@ def _cogvideox_rotary(config: Config, frames: int, grid: tuple[int, int]) -> Any
     return get_3d_rotary_pos_embed(head, None, grid, steps, grid_type="slice", max_size=grid)
 
 
-_PICTURE = {"height": 128, "width": 128}
-_NO_REFERENCE = {"reference": 0}
-"""Number of reference pictures of the sample's size, whose tokens follow the noisy ones."""
 TOKENS = {
-    "FluxTransformer2DModel": Known({**_PICTURE, "text_length": 512, **_NO_REFERENCE}, _flux),
+    "FluxTransformer2DModel": Known(
+        {"height": 128, "width": 128, "text_length": 512, **NO_REFERENCE},
+        with_reference(_flux, {"img_ids": shifted(1, 0, 0)}),
+    ),
     "Flux2Transformer2DModel": Known(
-        {"height": 64, "width": 64, "text_length": 512, **_NO_REFERENCE}, _flux2
+        {"height": 64, "width": 64, "text_length": 512, **NO_REFERENCE},
+        with_reference(_flux2, {"img_ids": shifted(10, 0, 0, 0)}),
     ),
     "QwenImageTransformer2DModel": Known(
-        {**_PICTURE, "text_length": 512, **_NO_REFERENCE}, _qwen_image
+        {"height": 128, "width": 128, "text_length": 512, **NO_REFERENCE},
+        with_reference(_qwen_image, {"img_shapes": repeated}),
     ),
     "HunyuanVideoTransformer3DModel": Known(
         {"frames": 33, "height": 90, "width": 160, "text_length": 256}, _hunyuan_video

@@ -164,8 +164,8 @@ def hunyuan_video_15(folder: Path, text: str) -> tuple[Any, Any]:
             parts["tokenizer_2"], parts["text_encoder_2"], each, "cpu", tokenizer_max_length=7
         )
         found.append(
-            {"context": states, "context_mask": mask, "context_2": glyphs,
-             "context_2_mask": glyph_mask}
+            {"context": states, "context_mask": mask, "context_byt5": glyphs,
+             "context_byt5_mask": glyph_mask}
         )  # fmt: skip
     return found[0], found[1]
 
@@ -271,7 +271,7 @@ CASES: dict[str, tuple[TextRecipe, list[Any], Any, dict[str, Any]]] = {
         text_recipes.HUNYUAN_VIDEO_15,
         [("qwen_vl_text", 8, 8, 4), ("t5", 12)],
         hunyuan_video_15,
-        {**_HUNYUAN_SHAPES, "context_2": (7, 12), "context_2_mask": (7,)},
+        {**_HUNYUAN_SHAPES, "context_byt5": (7, 12), "context_byt5_mask": (7,)},
     ),
     "qwen_image": (
         text_recipes.QWEN_IMAGE,
@@ -403,8 +403,8 @@ def test_hunyuan_video_15_reads_quoted_words(tmp_path: Path) -> None:
     theirs, _ = encode_prompt(tmp_path, text)
     for field, value in encoders(text).items():
         assert same(value, theirs[field][0]), field
-    assert encoders(text)["context_2_mask"].any()
-    assert not encoders(TEXT)["context_2"].any()
+    assert encoders(text)["context_byt5_mask"].any()
+    assert not encoders(TEXT)["context_byt5"].any()
 
 
 @torch.no_grad()
@@ -573,6 +573,15 @@ def test_classes_have_the_recipes_of_the_families_that_are_published_as_them() -
 
     chain: Any = Reads()
     assert text_recipe("diffusers:UNet2DConditionModel", chain) == text_recipes.SD
+    chain.batch_fields = {"context": None, "guidance": None}
+    assert text_recipe("diffusers:Flux2Transformer2DModel", chain) == text_recipes.FLUX2
+    chain.batch_fields = {"context": None}
+    assert text_recipe("diffusers:Flux2Transformer2DModel", chain) == text_recipes.FLUX2_KLEIN
+    chain.batch_fields = {"context": None, "context_mask": None}
+    assert text_recipe("diffusers:QwenImageTransformer2DModel", chain) == text_recipes.QWEN_IMAGE
+    chain.batch_fields["reference_image"] = None
+    with pytest.raises(UserError, match="reads context, context_mask, which no known encoders"):
+        text_recipe("diffusers:QwenImageTransformer2DModel", chain)
     with pytest.raises(UserError, match="diffusers:SanaTransformer2DModel reads context"):
         text_recipe("diffusers:SanaTransformer2DModel", chain)
 
