@@ -58,6 +58,7 @@ from model_specs.common.options import (
     to_record,
 )
 from model_specs.common.sample_sizes import BUCKETS
+from model_specs.common.text_recipes import BY_CLASS
 from model_specs.derived.classes import CLASSES
 from model_specs.derived.diffusers_modules import PREFIX as DIFFUSERS
 from model_specs.derived.diffusers_modules import class_of, pipeline_folder, split
@@ -472,6 +473,8 @@ def _recipes(name: str) -> list[TextRecipe]:
     config = own.CONFIGS[_name_in(own, name)]
     option = next((each for each in _LENGTHS if hasattr(config, each)), "")
     texts: tuple[TextRecipe, ...] = getattr(family, "TEXTS", ())
+    if family is None and isinstance(own, DerivedFamily):
+        texts = BY_CLASS.get(own.family, ())
     return [dataclasses.replace(recipe, length_option=option) for recipe in texts]
 
 
@@ -507,7 +510,7 @@ def text_recipe(name: str, backbone: Backbone) -> TextRecipe | None:
     if not read:
         return None
     for recipe in _recipes(name):
-        if recipe.fields.keys() == read:
+        if recipe.is_of(backbone.batch_fields):
             return recipe
     raise UserError(
         f"{name} reads {', '.join(sorted(read))}, which no known encoders provide. Write them "

@@ -1,4 +1,4 @@
-"""Batch fields that the first layer appends to the noisy sample, along its channels.
+"""Batch fields that the first layer appends to the noisy sample, along its channels or tokens.
 
 They are never noised and have no part in the loss. Every device of a first stage reads them from
 its own data loader, as all batch fields; no message carries them.
@@ -11,6 +11,8 @@ its own data loader, as all batch fields; no message carries them.
 ``known_video``      the video with given frames and grey ones elsewhere, as a sample
 ``image_latent``     the first frame as a latent, for every frame of the sample (SVD) or followed
                      by zeros (CogVideoX, HunyuanVideo)
+``reference_image``  another picture as a sample, whose tokens follow the noisy ones (FLUX.1
+                     Kontext, Flux.2, Qwen-Image-Edit)
 ===================  ============================================================================
 """
 
@@ -21,9 +23,10 @@ MASKED_IMAGE = "masked_image"
 KNOWN_MASK = "known_mask"
 KNOWN_VIDEO = "known_video"
 IMAGE_LATENT = "image_latent"
+REFERENCE_IMAGE = "reference_image"
 INPAINTING = (INPAINT_MASK, MASKED_IMAGE)
 """Fields of an inpainting model, in the order of Stable Diffusion's."""
-APPENDED = frozenset({*INPAINTING, KNOWN_MASK, KNOWN_VIDEO, IMAGE_LATENT})
+APPENDED = frozenset({*INPAINTING, KNOWN_MASK, KNOWN_VIDEO, IMAGE_LATENT, REFERENCE_IMAGE})
 
 
 def inpaints(in_channels: int, out_channels: int) -> bool:

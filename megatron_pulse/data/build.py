@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_pulse.backbone.appended_fields import INPAINTING
+from megatron_pulse.backbone.appended_fields import INPAINTING, REFERENCE_IMAGE
 from megatron_pulse.data.augmentation import Augmentation
 from megatron_pulse.data.buckets import Buckets
 from megatron_pulse.data.data_record import read_provenance
@@ -30,7 +30,7 @@ from megatron_pulse.data.fields import (
     made_differently,
     made_otherwise,
 )
-from megatron_pulse.data.images.conditioning import CONDITIONING, Conditioned
+from megatron_pulse.data.images.conditioning import CONDITIONING, Conditioned, Referenced
 from megatron_pulse.data.images.digits import DIGIT_SOURCES, all_digits
 from megatron_pulse.data.images.folder import ImageSize
 from megatron_pulse.data.images.inpainting import (
@@ -303,7 +303,7 @@ def _by_shape(
     shapes = [np.array([half.shape_index(i) for i in range(len(half))]) for half in halves]
     for number, shape in enumerate(sorted({*shapes[0].tolist(), *shapes[1].tolist()})):
         one = wanted[shape]
-        pictures = (CONDITIONING, *INPAINTING)
+        pictures = (CONDITIONING, REFERENCE_IMAGE, *INPAINTING)
         fields = {name: spec for name, spec in one.fields.items() if name in pictures}
         first, second = (
             OfShape(half, np.flatnonzero(own == shape), shape, one.shape, fields)
@@ -502,6 +502,7 @@ def _open(
         if kind in ARCHIVES:
             asked = {
                 "control pictures": CONDITIONING in fields,
+                "reference pictures": REFERENCE_IMAGE in fields,
                 "masks (--pulse-masks)": masks is not None,
                 "masks (--pulse-inpaint-masks)": inpaint.place != RANDOM,
             }
@@ -514,6 +515,8 @@ def _open(
         source = files
         if CONDITIONING in fields:
             source = Conditioned(files, [one.fields[CONDITIONING] for one in wanted], verify)
+        if REFERENCE_IMAGE in fields:
+            source = Referenced(source, files, verify)
         if masks is not None:
             with naming("--pulse-masks"):
                 source = Masked(source, files, Path(masks), verify)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_pulse.diffusion.noise import Stream, draw
 from megatron_pulse.diffusion.published import StoredTensors
-from megatron_pulse.encoders.encoder_piece import run_pieces
+from megatron_pulse.encoders.encoder_piece import EncoderPiece, States, run_pieces
 from megatron_pulse.encoders.finite import CHECK, all_finite, not_finite
 from megatron_pulse.encoders.image_pieces import MOMENTS, PIXELS, image_pieces
 from megatron_pulse.encoders.loading import files_amiss, load, require_layers, silently, stored
@@ -23,6 +24,10 @@ _REMARK = "it may overflow in fp16 (its config.json does not set force_upcast to
 
 
 _PICTURES = "AutoencoderKL"
+_SQUARES = "AutoencoderKLFlux2"
+"""Class whose latents have squares of 2 x 2 positions as channels, normalised by a batch norm."""
+_ONE_FRAME = "AutoencoderKLQwenImage"
+"""Class of videos that encodes pictures, as videos of one frame."""
 VIDEO_CLASSES = (
     "AutoencoderKLWan",
     "AutoencoderKLHunyuanVideo",
@@ -31,8 +36,10 @@ VIDEO_CLASSES = (
     "AutoencoderKLMochi",
 )
 """Classes that encode videos, several frames together."""
+_KNOWN = (_PICTURES, _SQUARES, _ONE_FRAME, *VIDEO_CLASSES)
 _FRAMES_FIRST = "AutoencoderKLCogVideoX"
 _NORMALIZATION = ("latents_mean", "latents_std", "shift_factor")
+_MEAN, _VARIANCE = "bn.running_mean", "bn.running_var"
 
 
 class AutoencoderError(UserError):
@@ -45,11 +52,14 @@ class Autoencoder:
     Encoding gives the posterior's mean or a sample. latents = (value - shift) * scale, with about
     unit variance. The scale is the configuration's ``scaling_factor``, divided per channel by
     ``latents_std`` if present. The shift is ``latents_mean`` per channel, or ``shift_factor``.
+    Flux.2's are those of its batch norm, of squares of 2 x 2 positions, which become channels.
 
     An autoencoder of videos (``VIDEO_CLASSES``) takes pixels ``[b, c, F, h, w]``, with F - 1 a
     multiple of its ``frame_factor``, and pictures as videos of one frame. Its latents are ``[b, c',
     f, h', w']``, CogVideoX's ``[b, f, c', h', w']`` as its transformer takes them. One of pictures
     takes videos frame by frame.
+
+    If ``tiled``, large pictures are encoded and decoded in diffusers' tiles (``enable_tiling``).
 
     ``pieces`` are the encoder's layers, of pictures alone. Images are encoded one at a time, since
     the bits may depend on the batch size. ``dtype`` defaults to fp32. fp16 becomes fp32 too unless
@@ -61,7 +71,12 @@ class Autoencoder:
     """
 
     def __init__(
-        self, folder: str | Path, dtype: torch.dtype = torch.float32, weighs: bool = True
+        self,
+        folder: str | Path,
+        dtype: torch.dtype = torch.float32,
+        weighs: bool = True,
+        *,
+        tiled: bool = False,
     ) -> None:
         import diffusers
 
@@ -73,9 +88,8 @@ class Autoencoder:
         try:
             config: Any = diffusers.AutoencoderKL.load_config(str(folder), local_files_only=True)
             named = config.get("_class_name", _PICTURES)
-            if named not in (_PICTURES, *VIDEO_CLASSES):
-                known = ", ".join((_PICTURES, *VIDEO_CLASSES))
-                raise UserError(f"its config.json describes {named}; known are {known}")
+            if named not in _KNOWN:
+                raise UserError(f"its config.json describes {named}; known are {', '.join(_KNOWN)}")
             if config.get("timestep_conditioning"):
                 raise UserError("its decoder is conditioned on a timestep, which is unsupported")
             with torch.device("meta"), silently(diffusers.utils.logging):
@@ -99,20 +113,36 @@ class Autoencoder:
             ) from error
         self.folder = Path(folder)
         self.model = model.eval().requires_grad_(False)
+        self.tiled = tiled
+        if tiled:
+            self.model.enable_tiling()
         self.is_video = named in VIDEO_CLASSES
         self.frames_first = named == _FRAMES_FIRST
         """True if latents are ``[b, f, c', h', w']``."""
-        self.pieces = () if self.is_video else image_pieces(self.model)
-        self.latent_channels = int(config.get("z_dim") or model.config.latent_channels)
+        self._is_frame = named == _ONE_FRAME
+        self._side = 2 if named == _SQUARES else 1
+        self.pieces = () if self.is_video else self._pieces()
+        channels = int(config.get("z_dim") or model.config.latent_channels)
+        self.latent_channels = channels * self._side**2
         self.scale, self.shift = _normalization(folder, self.latent_channels, normalization)
-        self.in_channels = int(model.config.in_channels)
+        self.in_channels = int(config.get("input_channels") or model.config.get("in_channels", 3))
         self.frame_factor = 1
         """Frames of pixels for a frame of latents, after the first."""
         if self.is_video:
             patch = config.get("patch_size") or 1 if named == "AutoencoderKLWan" else 1
             self.in_channels = int(model.config.out_channels) // patch**2
             self.frame_factor = _frame_factor(model)
-        self.factor = _factor(model)
+        self.factor = _factor(model) * self._side
+
+    def _pieces(self) -> tuple[EncoderPiece, ...]:
+        if not self._is_frame:
+            return image_pieces(self.model)
+
+        def encode(states: States) -> States:
+            moments = self.model.encode(states[PIXELS].unsqueeze(2)).latent_dist.parameters
+            return {MOMENTS: moments.squeeze(2)}
+
+        return (EncoderPiece("encoder", encode, (self.model.encoder, self.model.quant_conv)),)
 
     @torch.no_grad()
     def encode(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -147,11 +177,11 @@ class Autoencoder:
         return (self.latent_channels, *frames, *sides)
 
     def normalized(self, moments: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise ``moments [b, 2c', ...]``, the output of the last piece.
+        """Normalise ``moments``, the output of the last piece.
 
         Returns (mean, standard deviation) of latents, fp32 ``[b, c', ...]``.
         """
-        mean, log_variance = moments.float().chunk(2, dim=1)
+        mean, log_variance = (self._in_channels(x) for x in moments.float().chunk(2, dim=1))
         deviation = torch.exp(0.5 * log_variance.clamp(-30, 20))
         scale, shift = self._normalization_of(mean)
         return (mean - shift) * scale, deviation * scale
@@ -161,7 +191,8 @@ class Autoencoder:
         ``typed``.
         """
         said = f"{type(self.model).__name__} {digest_of(self.folder)}, {self.normalization()}"
-        return f"{said} ({str(self.dtype).removeprefix('torch.')})" if typed else said
+        how = str(self.dtype).removeprefix("torch.") + (", tiled" if self.tiled else "")
+        return f"{said} ({how})" if typed else said
 
     def normalization(self) -> str:
         """Scale and shift as text, per channel where they differ."""
@@ -175,6 +206,10 @@ class Autoencoder:
         sides = [1] * (latents.dim() - 2)
         return self.scale.to(latents).view(-1, *sides), self.shift.to(latents).view(-1, *sides)
 
+    def _in_channels(self, latents: Tensor) -> Tensor:
+        """``latents`` with the positions of a square as channels."""
+        return F.pixel_unshuffle(latents, self._side) if self._side > 1 else latents
+
     def _moments(self, image: Tensor) -> Tensor:
         """Moments of one picture or video."""
         pixels = image.to(self.device, self.dtype)
@@ -184,6 +219,10 @@ class Autoencoder:
         if pixels.dim() == 5:  # frame by frame
             frames = [self._moments(frame) for frame in pixels[0].transpose(0, 1).split(1)]
             return torch.cat(frames).transpose(0, 1)[None]
+        if self.tiled:
+            pixels = pixels.unsqueeze(2) if self._is_frame else pixels
+            moments = self.model.encode(pixels).latent_dist.parameters
+            return moments.squeeze(2) if self._is_frame else moments
         return run_pieces(self.pieces, {PIXELS: pixels})[MOMENTS]
 
     @torch.no_grad()
@@ -192,7 +231,12 @@ class Autoencoder:
         latents = latents.to(self.device)
         inner = latents.transpose(1, 2) if self.frames_first else latents
         scale, shift = self._normalization_of(inner)
-        pixels = self.model.decode((inner / scale + shift).to(self.dtype)).sample.float()
+        inner = (inner / scale + shift).to(self.dtype)
+        if self._side > 1:
+            inner = F.pixel_shuffle(inner, self._side)
+        inner = inner.unsqueeze(2) if self._is_frame else inner
+        pixels = self.model.decode(inner).sample.float()
+        pixels = pixels.squeeze(2) if self._is_frame else pixels
         if not all_finite({PIXELS: pixels}):  # clamped, infinite ones would pass for white
             raise AutoencoderError(self._decodes_wrongly(latents))
         return cast(Tensor, pixels.clamp(-1, 1)).to(latents.device)
@@ -236,12 +280,16 @@ def _dtype(asked: torch.dtype, config: Mapping[str, Any]) -> torch.dtype:
 def _stored_normalization(
     named: str, config: Mapping[str, Any], tensors: StoredTensors | None
 ) -> dict[str, Any]:
-    """Settings of the normalisation; LTX keeps means and deviations with the weights."""
+    """Settings of the normalisation; LTX and Flux.2 keep statistics with the weights."""
     found = {name: config.get(name) for name in _NORMALIZATION}
     found["scaling_factor"] = config.get("scaling_factor", 1.0)
     for name in ("latents_mean", "latents_std"):
         if named == "AutoencoderKLLTXVideo" and tensors is not None and name in tensors:
             found[name] = tensors[name].float().tolist()
+    if named == _SQUARES and tensors is not None and _VARIANCE in tensors:
+        variance = tensors[_VARIANCE].float() + config["batch_norm_eps"]
+        found["latents_mean"] = tensors[_MEAN].float().tolist()
+        found["latents_std"] = variance.sqrt().tolist()
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,10 +82,10 @@ class TextEncoder:
                     output_loading_info=True,
                 )  # fmt: skip
             require_all(found["missing_keys"])
-            model = model.to(device)
+            model = self._trunk(model).to(device)
         else:
             with torch.device("meta"):
-                model = kind(config).to(dtype)
+                model = self._trunk(kind(config)).to(dtype)
         self.model = model.eval().requires_grad_(False)
         self.dtype: torch.dtype = self.model.dtype
         self.width = int(getattr(model.config, "d_model", 0) or model.config.hidden_size)
@@ -93,9 +94,14 @@ class TextEncoder:
         said = recipe.masked_if_said and getattr(model.config, "use_attention_mask", False)
         masked = (place in recipe.masked or bool(said)) and weighs  # a mask depends on the ids
         self.pieces: tuple[EncoderPiece, ...] = text_pieces(
-            self.kind, self.model, recipe.states_of(place), masked
-        )
+            self.kind, self.model, recipe.states_of(place), masked, recipe.crop(place),
+            place in recipe.trimmed, place in recipe.absent,
+        )  # fmt: skip
         self._folder = where
+
+    def _trunk(self, model: Any) -> Any:
+        """Layers that read text: of a language model no head, no vision tower."""
+        return model.get_decoder() if self.kind.is_decoder else model
 
     @property
     def digest(self) -> str:
@@ -154,9 +160,12 @@ class TextEncoders:
         self.tokenizers = Tokenizers(self.folder, recipe, self.shapes)
         require(self.folder, [*self._misfits(), *self._unknown_tokens()], misfits(self.recipe))
 
-    def __call__(self, text: str) -> dict[str, Tensor]:
-        """Every field of one prompt, without a batch dimension: fp32 states and int64 masks."""
-        return self.encode(self.tokenizers(text))
+    def __call__(self, text: str, negative: bool = False) -> dict[str, Tensor]:
+        """Every field of one prompt, without a batch dimension: fp32 states and int64 masks.
+
+        A ``negative`` prompt is one to be guided away from.
+        """
+        return self.encode(self.tokenizers(text, negative))
 
     def encode(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Every field of one tokenized prompt, ``[length]`` each, as made by ``Tokenizers``."""
@@ -202,7 +211,7 @@ class TextEncoders:
 
     def null(self) -> dict[str, Tensor]:
         """Fields of the empty prompt."""
-        fields = {name: value[None] for name, value in self("").items()}
+        fields = {name: value[None] for name, value in self("", negative=True).items()}
         return {name: v[0] for name, v in self.dropped(fields, torch.tensor([True])).items()}
 
     @property
@@ -242,7 +251,7 @@ class TextEncoders:
 
     def _joined(self, name: str, found: Mapping[int, Mapping[str, Tensor]]) -> Tensor:
         rows = [
-            torch.cat([found[part.place][part.state.value] for part in row], dim=-1)
+            torch.cat([found[part.place][part.key] for part in row], dim=-1)
             for row in self.recipe.fields[name]
         ]
         if rows[0].dtype == torch.int64:
@@ -263,7 +272,7 @@ class TextEncoders:
                 continue
             with collecting(faults):
                 names = read_json(config, FileKind.MODEL).get("architectures") or []
-                if kind.value not in names:
+                if not {*kind.architectures} & {*names}:
                     has = ", ".join(map(str, names)) or "no class (its config.json names none)"
                     faults.append(f"{where} is {has}, but {kind.value} is expected there")
         return faults
@@ -282,7 +291,7 @@ class TextEncoders:
         return faults
 
     def _shape(self, part: Part) -> tuple[int, ...]:
-        encoder, length = self.encoders[part.place], self.tokenizers.lengths[part.place]
+        encoder, length = self.encoders[part.place], self.tokenizers.state_lengths[part.place]
         if part.state is State.POOLED:
             return (encoder.pooled_width,)
         return (length,) if part.state is State.MASK else (length, encoder.width)

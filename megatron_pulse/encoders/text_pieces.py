@@ -1,12 +1,13 @@
 """transformers' text encoders, split into layers with bit-identical results.
 
-Inputs are ``ids`` and ``mask`` (both [b, length], int64). Outputs are ``last``, ``penultimate`` and
-``pooled``, as far as requested. Layers without a requested output are omitted.
+Inputs are ``ids`` and ``mask`` (both [b, length], int64). Outputs are ``last``, ``penultimate``,
+``pooled`` and ``hidden_N``, as far as requested. Layers without a requested output are omitted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,39 +15,86 @@ from torch import Tensor, nn
 
 from megatron_pulse.encoders.encoder_piece import EncoderPiece, States
 from megatron_pulse.encoders.text_recipe import ComponentKind, State
+from megatron_pulse.errors import UserError
 
 _HIDDEN = "hidden"
 _SEEN = "_seen"
 """Mask in the attention's own format, empty if none is needed."""
 _BIAS = "bias"
+_ROTARY = ("_cos", "_sin")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def text_pieces(
-    kind: ComponentKind, model: Any, states: frozenset[State], masked: bool
+    kind: ComponentKind,
+    model: Any,
+    states: frozenset[str],
+    masked: bool,
+    crop: int = 0,
+    trimmed: bool = False,
+    absent: bool = False,
 ) -> tuple[EncoderPiece, ...]:
-    """Layers of ``model`` that compute ``states``; ``masked`` layers do not attend to padding."""
-    if kind is ComponentKind.T5:
-        pieces = _t5(model, masked)
+    """Layers of ``model`` that compute ``states`` (``Part.key``).
+
+    ``masked`` layers do not attend to padding. The states of the first ``crop`` tokens are dropped,
+    and those of padding are zero if ``trimmed``. All are zero if ``absent`` and the mask is zero.
+    """
+    if kind.is_decoder:
+        pieces = _decoder(model, masked, states)
+    elif kind in (ComponentKind.T5, ComponentKind.UMT5):
+        pieces = _t5(model, masked, shares_bias=kind is ComponentKind.T5)
     elif kind is ComponentKind.BERT:
         pieces = _bert(model, masked)
     else:
         pieces = _clip(model, masked, State.POOLED in states)
-    if states <= {State.PENULTIMATE, State.MASK}:
-        return pieces[:-2]
-    return pieces
+    if not states & {State.LAST, State.POOLED}:
+        made = _hidden_layers(states, len(pieces) - 2)
+        pieces = pieces[: 1 + max(made.values(), default=len(pieces) - 3)]
+    if not (crop or trimmed or absent):
+        return pieces
+    *others, end = pieces
+
+    def through(given: States) -> States:
+        found = end.run(given)
+        mask = found[State.MASK].unsqueeze(-1)
+        mask = mask if trimmed else mask.amax(1, keepdim=True)
+        for name in states - {State.POOLED}:
+            value = found[name]
+            if (trimmed or absent) and name != State.MASK:
+                value = value.masked_fill(mask == 0, 0)
+            found = found | {name: value[:, crop:]}
+        return found
+
+    return (*others, replace(end, run=through))
+
+
+def _hidden_layers(states: Iterable[str], num_layers: int) -> dict[str, int]:
+    """Number of layers before each requested state that follows a layer, without a norm."""
+    found = {}
+    for name in states:
+        if name == State.PENULTIMATE:
+            found[name] = num_layers - 1
+        elif name.startswith(f"{State.HIDDEN}_"):
+            layer = int(name.removeprefix(f"{State.HIDDEN}_"))
+            found[name] = layer if layer >= 0 else num_layers + 1 + layer
+            if not 0 < found[name] < num_layers:
+                raise UserError(
+                    f"it has {num_layers} layers, but the states after {found[name]} are needed"
+                )
+    return found
 
 
 type Masking = Callable[[Tensor, Tensor | None], Tensor | None]
 """Function from hidden states and a text's mask to the attention's own mask, or None."""
 
 
-def _seen(states: States, masked: bool, make: Masking) -> Tensor:
+def _seen(states: States, masked: bool, make: Masking, name: str = _SEEN) -> Tensor:
     """Attention mask, computed if missing, since samples from other devices come without a mask.
 
     A text that fills all its tokens needs no mask, so the need depends on the sample.
     """
-    if _SEEN in states:
-        return states[_SEEN]
+    if name in states:
+        return states[name]
     hidden = states[_HIDDEN]
     made = make(hidden, states["mask"] if masked else None)
     return hidden.new_empty(0) if made is None else made
@@ -115,7 +163,7 @@ def _clip(model: Any, masked: bool, pooled: bool) -> tuple[EncoderPiece, ...]:
     )
 
 
-def _t5(model: Any, masked: bool) -> tuple[EncoderPiece, ...]:
+def _t5(model: Any, masked: bool, shares_bias: bool) -> tuple[EncoderPiece, ...]:
     from transformers.masking_utils import create_bidirectional_mask
 
     stack = model.encoder
@@ -131,9 +179,11 @@ def _t5(model: Any, masked: bool) -> tuple[EncoderPiece, ...]:
 
     def block(module: Any) -> Callable[[States], States]:
         def through(states: States) -> States:
-            # The first block computes the position bias of all blocks.
+            # T5's first block computes the position bias of all blocks; each of UMT5's has its own.
             seen = _seen(states, masked, masking)
             mask = seen if seen.numel() else None
+            if not shares_bias:
+                return states | {_HIDDEN: module(states[_HIDDEN], mask), _SEEN: seen}
             hidden, bias, *_ = module(states[_HIDDEN], mask, states.get(_BIAS))
             return states | {_HIDDEN: hidden, _BIAS: bias, _SEEN: seen}
 
@@ -175,4 +225,55 @@ def _bert(model: Any, masked: bool) -> tuple[EncoderPiece, ...]:
             for i, module in enumerate(layers)
         ),
         EncoderPiece("end", lambda states: states | {State.LAST.value: states[_HIDDEN]}),
+    )
+
+
+def _decoder(model: Any, masked: bool, states: frozenset[str]) -> tuple[EncoderPiece, ...]:
+    """Layers of a causal language model without its head (Llama, Gemma, Mistral, Qwen)."""
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    config, layers = model.config, list(model.layers)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or [_SLIDING if window else _FULL] * len(layers)
+    makers = {_FULL: create_causal_mask, _SLIDING: create_sliding_window_causal_mask}
+    wanted: dict[int, list[str]] = {}
+    for name, count in _hidden_layers(states, len(layers)).items():
+        wanted.setdefault(count, []).append(name)
+
+    def embed(given: States) -> States:
+        return given | {_HIDDEN: model.embed_tokens(given["ids"])}
+
+    def layer(index: int) -> Callable[[States], States]:
+        make = makers[kinds[index]]
+
+        def masking(hidden: Tensor, mask: Tensor | None) -> Tensor | None:
+            made: Tensor | None = make(
+                config=config, inputs_embeds=hidden, attention_mask=mask, past_key_values=None
+            )
+            return made
+
+        def through(given: States) -> States:
+            hidden = given[_HIDDEN]
+            seen = _seen(given, masked, masking, f"{_SEEN}_{kinds[index]}")
+            places = torch.arange(hidden.shape[1], device=hidden.device)[None]
+            turned = [given.get(name) for name in _ROTARY]
+            if turned[0] is None:
+                turned = list(model.rotary_emb(hidden, places))
+            made = layers[index](
+                hidden, attention_mask=seen if seen.numel() else None, position_ids=places,
+                position_embeddings=tuple(turned),
+            )  # fmt: skip
+            kept = {f"{_SEEN}_{kinds[index]}": seen, **dict(zip(_ROTARY, turned, strict=True))}
+            named = dict.fromkeys(wanted.get(index + 1, ()), made)
+            return given | kept | {_HIDDEN: made} | named
+
+        return through
+
+    def end(given: States) -> States:
+        return given | {State.LAST.value: model.norm(given[_HIDDEN])}
+
+    return (
+        EncoderPiece("embeddings", embed, (model.embed_tokens,)),
+        *(EncoderPiece(f"layers.{i}", layer(i), (m,)) for i, m in enumerate(layers)),
+        EncoderPiece("end", end, (model.norm,)),
     )

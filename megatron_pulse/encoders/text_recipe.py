@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -17,7 +17,47 @@ class ComponentKind(StrEnum):
     CLIP = "CLIPTextModel"
     PROJECTED_CLIP = "CLIPTextModelWithProjection"
     T5 = "T5EncoderModel"
+    UMT5 = "UMT5EncoderModel"
     BERT = "BertModel"
+    LLAMA = "LlamaModel"
+    GEMMA2 = "Gemma2Model"
+    QWEN3 = "Qwen3Model"
+    QWEN_VL = "Qwen2_5_VLForConditionalGeneration"
+    QWEN_VL_TEXT = "Qwen2_5_VLTextModel"
+    MISTRAL = "Mistral3ForConditionalGeneration"
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Classes in ``config.json`` whose weights it takes: its own, or one with a head."""
+        if self in _DECODERS and self.value.endswith("Model"):
+            return self.value, f"{self.value.removesuffix('Model')}ForCausalLM"
+        return (self.value,)
+
+    @property
+    def is_decoder(self) -> bool:
+        """True for causal language models."""
+        return self in _DECODERS
+
+
+_DECODERS = frozenset(
+    {
+        ComponentKind.LLAMA,
+        ComponentKind.GEMMA2,
+        ComponentKind.QWEN3,
+        ComponentKind.QWEN_VL,
+        ComponentKind.QWEN_VL_TEXT,
+        ComponentKind.MISTRAL,
+    }
+)
+
+
+class Cleaning(StrEnum):
+    """Cleaning of texts before tokenization; both depend on installed packages."""
+
+    CAPTION = "captions"
+    """PixArt's: without addresses, tags and file names."""
+    PROMPT = "prompts"
+    """Wan's: repaired characters, single spaces."""
 
 
 class State(StrEnum):
@@ -27,6 +67,8 @@ class State(StrEnum):
     """States after the last layer and the final norm, ``[length, width]``."""
     PENULTIMATE = "penultimate"
     """States before the last layer, without a norm, ``[length, width]``."""
+    HIDDEN = "hidden"
+    """States after a number of layers, without a norm, ``[length, width]``."""
     POOLED = "pooled"
     """Last state of the end token, after the projection if there is one: ``[width]``."""
     MASK = "mask"
@@ -35,13 +77,35 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Part:
-    """State of the encoder at a place (1: ``text_encoder``, 2: ``text_encoder_2`` ...)."""
+    """State of the encoder at a place (1: ``text_encoder``, 2: ``text_encoder_2`` ...).
+
+    ``layer`` is that of ``State.HIDDEN``, an index into transformers' ``hidden_states``.
+    """
 
     place: int
     state: State
+    layer: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Name of the state among those of its encoder: ``last``, ``hidden_-3``."""
+        return str(self.state) if self.layer is None else f"{self.state}_{self.layer}"
 
     def __str__(self) -> str:
-        return f"{folder_name('text_encoder', self.place)} {self.state}"
+        return f"{folder_name('text_encoder', self.place)} {self.key}"
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """Text around a prompt, as the ``pipeline`` of diffusers puts it (see ``templates.py``).
+
+    The states of the first ``crop`` tokens are dropped. ``on_negative``: negative and empty prompts
+    have it too.
+    """
+
+    pipeline: str
+    crop: int = 0
+    on_negative: bool = True
 
 
 type TextParts = Mapping[str, Mapping[str, Sequence[Sequence[Sequence[int]]]]]
@@ -64,9 +128,16 @@ class TextRecipe:
       do places whose config.json sets ``use_attention_mask``.
     - Padding: places in ``fitted`` are padded to the rest of the field's length, those in
       ``padded_as`` as another place, the others to their tokenizer's length.
+    - Sides: padding is on the right at places in ``right_padded``, else where the tokenizer says.
+    - Zeros: states of padding at places in ``trimmed``. A text that leaves a place in ``absent``
+      nothing to read has states and a mask of zeros there.
+    - Templates: texts of places in ``templates`` are put into a template.
     - ``zeros_if_empty``: without a prompt the states are zeros if the pipeline's
-      ``force_zeros_for_empty_prompt`` is true (its default), otherwise the encoding of "".
-    - ``cleans``: texts are cleaned (see ``tokens.py``).
+      ``force_zeros_for_empty_prompt`` is true (its default), otherwise the encoding of "". With
+      ``no_tokens_if_empty`` it has token ids and a mask of zeros if the setting is true.
+    - ``cleaning``: texts are cleaned.
+    - ``beside``, ``never_beside``: other fields that a backbone with these text fields has, or
+      has not.
     - ``inversions``: a token of textual inversion stands for all its vectors.
     - ``length_option``: the backbone's option for the text length; empty if there is none.
     """
@@ -77,10 +148,23 @@ class TextRecipe:
     fitted: frozenset[int] = frozenset()
     padded_as: Mapping[int, int] = field(default_factory=dict)
     masked_if_said: bool = False
+    right_padded: frozenset[int] = frozenset()
+    trimmed: frozenset[int] = frozenset()
+    absent: frozenset[int] = frozenset()
+    templates: Mapping[int, PromptTemplate] = field(default_factory=dict)
     zeros_if_empty: bool = False
-    cleans: bool = False
+    no_tokens_if_empty: bool = False
+    cleaning: Cleaning | None = None
+    beside: frozenset[str] = frozenset()
+    never_beside: frozenset[str] = frozenset()
     inversions: bool = False
     length_option: str = field(default="", compare=False)
+
+    def is_of(self, batch_fields: Collection[str]) -> bool:
+        """True if it makes the text that a backbone with these fields reads."""
+        fields = {*batch_fields}
+        is_kin = self.beside <= fields and not self.never_beside & fields
+        return is_kin and self.fields.keys() == text_fields(fields)
 
     def parts(self) -> Iterator[Part]:
         """All parts of all fields."""
@@ -88,13 +172,17 @@ class TextRecipe:
             for row in rows:
                 yield from row
 
-    def states_of(self, place: int) -> frozenset[State]:
-        """States taken from the encoder at a place."""
-        return frozenset(part.state for part in self.parts() if part.place == place)
+    def states_of(self, place: int) -> frozenset[str]:
+        """Keys of the states taken from the encoder at a place."""
+        return frozenset(part.key for part in self.parts() if part.place == place)
+
+    def crop(self, place: int) -> int:
+        """Number of leading tokens at a place whose states are dropped."""
+        return self.templates[place].crop if place in self.templates else 0
 
     def of(self, field: str, place: int) -> str:
         """States of the encoder at a place in a field, as text; empty if there are none."""
-        found = [part.state for row in self.fields[field] for part in row if part.place == place]
+        found = [part.key for row in self.fields[field] for part in row if part.place == place]
         return " and ".join(dict.fromkeys(found))
 
     def told(self, field: str) -> str:

@@ -17,17 +17,23 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.diffusion.published import original_files
+from megatron_pulse.diffusion.scheduler_import import PIPELINE_INDEX
 from megatron_pulse.encoders.loading import files_amiss
+from megatron_pulse.encoders.templates import Rendering, rendering
 from megatron_pulse.encoders.text_recipe import (
     LONGEST,
     VAE,
+    Cleaning,
     TextParts,
     TextRecipe,
     folder_name,
     length_said,
 )
-from megatron_pulse.errors import UserError, describe_exception, format_faults
+from megatron_pulse.errors import UserError, collecting, describe_exception, format_faults
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import read_json
 
+_ZEROS_IF_EMPTY = "force_zeros_for_empty_prompt"
 _CONTENT = ("*.safetensors", "*.bin", "*.json", "*.txt", "*.model")
 
 
@@ -65,8 +71,8 @@ class Tokenizers:
     """Tokenizers of a recipe's encoders: token ids and masks of a text.
 
     ``lengths`` are the numbers of tokens by place, for fields of the given ``shapes`` in the
-    backbone. ``digests`` are those of the tokenizers' files. Nothing is downloaded. Raises
-    EncodersError with everything that the folder lacks.
+    backbone, with those that a template drops. ``digests`` are those of the tokenizers' files.
+    Nothing is downloaded. Raises EncodersError with everything that the folder lacks.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class Tokenizers:
         self.folder, self.recipe = Path(folder), recipe
         require(self.folder, missing_tokenizers(self.folder, recipe))
         self._tokenizers: dict[int, Any] = {}
+        self._renderings: dict[int, Rendering] = {}
         self.digests: dict[int, str] = {}
         faults = []
         for place in recipe.kinds:
@@ -91,12 +98,22 @@ class Tokenizers:
                     faults.append(
                         f"{where.name} has no pad_token, which fills texts to equal length"
                     )
+                if place in recipe.right_padded:
+                    tokenizer.padding_side = "right"
                 self._tokenizers[place] = tokenizer
+                if (template := recipe.templates.get(place)) is not None:
+                    self._renderings[place] = rendering(template.pipeline, tokenizer)
+                    self._renderings[place].text("")  # a missing chat template fails here
             except Exception as error:  # transformers raises many types
                 faults.append(f"{where.name}: {describe_exception(error)}")
             self.digests[place] = digest_of(where)
         require(self.folder, faults)
         self.lengths = self._fitted_lengths(shapes, faults)
+        self._no_tokens_if_empty = False
+        if recipe.no_tokens_if_empty:
+            with collecting(faults):
+                index = read_json(self.folder / PIPELINE_INDEX, FileKind.PIPELINE)
+                self._no_tokens_if_empty = bool(index.get(_ZEROS_IF_EMPTY, False))
         require(self.folder, faults)
 
     @property
@@ -118,18 +135,30 @@ class Tokenizers:
             for place, length in self.lengths.items()
         }
 
-    def __call__(self, text: str) -> dict[str, Tensor]:
+    def __call__(self, text: str, negative: bool = False) -> dict[str, Tensor]:
         """``text_encoder_ids``, ``text_encoder_mask`` ... of one text, truncated and
-        padded, int64."""
+        padded, int64.
+
+        A ``negative`` text is one to be guided away from.
+        """
         found = {}
-        for place, tokenizer in self._tokenizers.items():
-            made = tokenizer(
-                self._given(text, tokenizer), padding="max_length",
-                max_length=self.lengths[place], truncation=True, return_attention_mask=True,
+        for place in self._tokenizers:
+            made = self._tokens(
+                text, place, negative, padding="max_length", max_length=self.lengths[place],
+                truncation=True, return_attention_mask=True,
             )  # fmt: skip
             found[ids_name(place)] = torch.tensor(made["input_ids"])
-            found[mask_name(place)] = torch.tensor(made["attention_mask"])
+            is_absent = place in self.recipe.absent and not self._renderings[place].text(text)
+            mask = torch.tensor(made["attention_mask"])
+            found[mask_name(place)] = torch.zeros_like(mask) if is_absent else mask
+        if not text and self._no_tokens_if_empty:
+            return {name: torch.zeros_like(value) for name, value in found.items()}
         return found
+
+    @property
+    def state_lengths(self) -> dict[int, int]:
+        """Numbers of tokens whose states are kept, by place."""
+        return {place: n - self.recipe.crop(place) for place, n in self.lengths.items()}
 
     def num_tokens(self, place: int) -> int:
         """Size of a tokenizer's vocabulary, an upper bound of its ids."""
@@ -145,27 +174,34 @@ class Tokenizers:
     def excess(self, text: str) -> int:
         """Largest number of tokens truncated from a text at any place; 0 if the text fits."""
         return max(
-            max(0, self._count(text, tokenizer) - self.lengths[place])
-            for place, tokenizer in self._tokenizers.items()
+            max(0, len(self._tokens(text, place, verbose=False)["input_ids"]) - length)
+            for place, length in self.lengths.items()
         )
 
     @property
     def cleaning(self) -> str:
         """Name of the text cleaning, which depends on installed packages; empty without
         cleaning."""
-        return ", cleaned captions" if self.recipe.cleans and cleans() else ""
+        kind = self.recipe.cleaning
+        return f", cleaned {kind}" if kind is not None and cleans(kind) else ""
 
-    def _given(self, text: str, tokenizer: Any) -> str:
-        """Text as handed to a tokenizer, prepared as in the pipelines."""
-        text = cleaned(text) if self.recipe.cleans else text
-        return with_all_vectors(text, tokenizer) if self.recipe.inversions else text
+    def _tokens(self, text: str, place: int, negative: bool = False, **settings: Any) -> Any:
+        """Tokens of a text that is prepared as in the pipelines."""
+        template, made = self.recipe.templates.get(place), Rendering(str)
+        if template is not None and (template.on_negative or not negative):
+            made = self._renderings[place]
+        given = made.text(self._prepared(text, place))
+        return self._tokenizers[place](given, add_special_tokens=made.special, **settings)
 
-    def _count(self, text: str, tokenizer: Any) -> int:
-        return len(tokenizer(self._given(text, tokenizer), verbose=False)["input_ids"])
+    def _prepared(self, text: str, place: int) -> str:
+        """Text before it is put into a template."""
+        if self.recipe.cleaning is not None:
+            text = cleaned(text, self.recipe.cleaning)
+        return with_all_vectors(text, self._tokenizers[place]) if self.recipe.inversions else text
 
     def null(self) -> dict[str, Tensor]:
         """Fields of the empty text, which replace a dropped caption."""
-        return self("")
+        return self("", negative=True)
 
     def made_by(self) -> dict[str, str]:
         """Provenance of every field."""
@@ -197,8 +233,8 @@ class Tokenizers:
             (fitted,) = {p.place for row in rows for p in row} & self.recipe.fitted or {0}
             if fitted:
                 others = sum(lengths[row[0].place] for row in rows if row[0].place != fitted)
-                lengths[fitted] = shapes[name][0] - others
-                if lengths[fitted] < 1:
+                lengths[fitted] = shapes[name][0] - others + self.recipe.crop(fitted)
+                if shapes[name][0] <= others:
                     faults.append(
                         f"{name} of {shapes[name][0]} tokens leaves none for "
                         f"{folder_name('text_encoder', fitted)}: other encoders use {others}"
@@ -256,17 +292,23 @@ def digest_of(folder: Path) -> str:
     return f"sha256:{whole.hexdigest()[:16]}"
 
 
-def cleaned(text: str) -> str:
-    """Clean a prompt as PixArt's pipelines do by default: without addresses, tags and file names.
+def cleaned(text: str, kind: Cleaning) -> str:
+    """Clean a prompt as diffusers' pipelines do.
 
-    If ``cleans`` is false, the text is only lowercased and stripped.
+    If ``cleans`` is false, a caption is only lowercased and stripped.
     """
+    if kind is Cleaning.PROMPT:
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+        return str(prompt_clean(text))
     return text.lower().strip() if (clean := _cleaner()) is None else clean(clean(text))
 
 
-def cleans() -> bool:
-    """True if diffusers' packages for cleaning texts are installed (bs4 and ftfy)."""
-    return _cleaner() is not None
+def cleans(kind: Cleaning) -> bool:
+    """True if diffusers' packages for cleaning texts are installed (ftfy, for captions bs4 too)."""
+    from diffusers.utils import is_ftfy_available
+
+    return bool(is_ftfy_available()) if kind is Cleaning.PROMPT else _cleaner() is not None
 
 
 @functools.cache

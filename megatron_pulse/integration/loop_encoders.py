@@ -340,7 +340,7 @@ class DeviceEncoders:
             assert loop.recipe is not None
             for place, encoder in self._texts.encoders.items():
                 name = folder_name("text_encoder", place)
-                states = tuple(sorted(map(str, loop.recipe.states_of(place))))
+                states = tuple(sorted(loop.recipe.states_of(place)))
                 given = partial(_tokens, place, encoder.device)
                 pieces = encoder.pieces if name in here else None
                 self.components.append(FrozenComponent(name, given, states, homes[name], pieces))

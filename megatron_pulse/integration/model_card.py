@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from megatron_pulse.backbone.appended_fields import REFERENCE_IMAGE
 from megatron_pulse.backbone.published_weights import Published
 from megatron_pulse.data.images.inpainting import reads_masks
 from megatron_pulse.dataclass_flags import RECIPE
@@ -93,7 +94,7 @@ def _task(saved: SavedRun) -> str:
         reads_text = True
     if starts_from_frame(backbone.batch_fields):
         return "image-to-video"
-    if reads_masks(backbone.batch_fields):
+    if reads_masks(backbone.batch_fields) or REFERENCE_IMAGE in backbone.batch_fields:
         return "image-to-image"
     if reads_text:
         return "text-to-video" if video else "text-to-image"

@@ -13,7 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_pulse.backbone.appended_fields import APPENDED, IMAGE_LATENT, INPAINTING, KNOWN_VIDEO
+from megatron_pulse.backbone.appended_fields import (
+    APPENDED,
+    IMAGE_LATENT,
+    INPAINTING,
+    KNOWN_VIDEO,
+    REFERENCE_IMAGE,
+)
 from megatron_pulse.backbone.chain import COMPUTE, Backbone
 from megatron_pulse.backbone.shape_buckets import PATCH_CORNER
 from megatron_pulse.data.captions import WordEncoder
@@ -187,7 +193,7 @@ def request_encoded(
     given = {n: v.expand(len(prompts), *v.shape) for n, v in defaults.items()} | given
     given["labels"] = torch.zeros(len(prompts), dtype=torch.int64)
     given |= dict(beside)
-    null = encode.null() if negative is None else encode(negative)
+    null = encode.null() if negative is None else encode(negative, negative=True)
     return _request(model, len(prompts), given, null)
 
 
@@ -259,7 +265,7 @@ def _request(model: TrainedModel, count: int, given: Fields, null: Fields) -> Re
         with_ = ["--prompt"] if lacking - {CONDITIONING} - APPENDED else []
         with_ += ["--control-image"] if CONDITIONING in lacking else []
         with_ += ["--image and --mask"] if lacking & {*INPAINTING} else []
-        with_ += ["--image"] if lacking & {KNOWN_VIDEO, IMAGE_LATENT} else []
+        with_ += ["--image"] if lacking & {KNOWN_VIDEO, IMAGE_LATENT, REFERENCE_IMAGE} else []
         raise ValueError(
             f"{model.backbone.name} also reads {', '.join(sorted(lacking))}. Give "
             f"{' and '.join(with_)}{', or ' * bool(with_)}--from-data"

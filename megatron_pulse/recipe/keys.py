@@ -386,6 +386,7 @@ class Samples:
         "--pulse-sample-encoders",
     )
     vae: Text | None = key("autoencoder that decodes latents", "--pulse-sample-vae")
+    vae_tiling: bool = key("decode in tiles", "--pulse-sample-vae-tiling", False)
     raw: bool = key("trained weights instead of their EMA", "--pulse-sample-raw", False)
     folder: Text | None = key("of the pictures (default: output/samples)", "--pulse-sample-folder")
 

@@ -205,7 +205,8 @@ class Head(LayerModule):
     """Map image tokens to the prediction: modulated norm, linear, ``to_image``.
 
     ``to_image`` places the features [s, b, features] of all tokens in the image, given the rows and
-    columns of tokens: those in ``grids`` of the microbatch's shape.
+    columns of tokens: those in ``grids`` of the microbatch's shape. There are ``token_counts``
+    tokens of each shape (None: those of the grids).
     """
 
     def __init__(
@@ -215,10 +216,12 @@ class Head(LayerModule):
         features: int,
         grids: Sequence[tuple[int, int]],
         to_image: Callable[[torch.Tensor, tuple[int, int]], torch.Tensor],
+        token_counts: Sequence[int] | None = None,
     ) -> None:
         config = dit_config(sizes, context.config)
         super().__init__(config, context.pg_collection)
         self.chain_shape, self.grids = 0, grids
+        self.token_counts = token_counts or [math.prod(grid) for grid in grids]
         self.to_image = to_image
         self.norm_out = Modulation(config, 2)
         self.proj_out = linear(sizes.dim, features, config, torch.nn.init.zeros_)
@@ -228,5 +231,5 @@ class Head(LayerModule):
         """``conditioning``: temb [b, D]."""
         scale, shift = self.norm_out(conditioning["temb"])
         features = self.proj_out(normed(inputs[0], shift, scale))
-        grid = self.grids[self.chain_shape]
-        return (self.to_image(self.leave_sequence(features, math.prod(grid)), grid),)
+        tokens = self.leave_sequence(features, self.token_counts[self.chain_shape])
+        return (self.to_image(tokens, self.grids[self.chain_shape]),)

@@ -5,7 +5,17 @@ Imports no torch. The recipes follow ``encode_prompt`` of diffusers' pipelines; 
 
 from __future__ import annotations
 
-from megatron_pulse.encoders.text_recipe import ComponentKind, Part, State, TextRecipe
+from dataclasses import replace
+
+from megatron_pulse.backbone.appended_fields import REFERENCE_IMAGE
+from megatron_pulse.encoders.text_recipe import (
+    Cleaning,
+    ComponentKind,
+    Part,
+    PromptTemplate,
+    State,
+    TextRecipe,
+)
 
 _FIRST_LAST = Part(1, State.LAST)
 _PENULTIMATES = (Part(1, State.PENULTIMATE), Part(2, State.PENULTIMATE))
@@ -42,7 +52,7 @@ PIXART = TextRecipe(
     {1: ComponentKind.T5},
     masked=frozenset({1}),
     fitted=frozenset({1}),
-    cleans=True,
+    cleaning=Cleaning.CAPTION,
 )
 HUNYUAN_DIT = TextRecipe(
     {
@@ -55,3 +65,102 @@ HUNYUAN_DIT = TextRecipe(
     masked=frozenset({1, 2}),
     fitted=frozenset({1, 2}),
 )
+
+_T5 = TextRecipe({"context": ((_FIRST_LAST,),)}, {1: ComponentKind.T5}, fitted=frozenset({1}))
+_MASKED_STATES = {"context": ((_FIRST_LAST,),), "context_mask": ((Part(1, State.MASK),),)}
+COGVIDEOX = _T5
+LTX = replace(_T5, fields=_MASKED_STATES)
+MOCHI = replace(LTX, masked=frozenset({1}), no_tokens_if_empty=True)
+WAN = replace(
+    _T5,
+    kinds={1: ComponentKind.UMT5},
+    masked=frozenset({1}),
+    right_padded=frozenset({1}),
+    trimmed=frozenset({1}),
+    cleaning=Cleaning.PROMPT,
+)
+HUNYUAN_VIDEO = TextRecipe(
+    {
+        "context": ((Part(1, State.HIDDEN, -3),),),
+        "context_mask": ((Part(1, State.MASK),),),
+        "pooled": ((Part(2, State.POOLED),),),
+    },
+    {1: ComponentKind.LLAMA, 2: ComponentKind.CLIP},
+    masked=frozenset({1}),
+    fitted=frozenset({1}),
+    templates={1: PromptTemplate("HunyuanVideoPipeline", crop=95)},
+)
+QWEN_IMAGE = TextRecipe(
+    _MASKED_STATES,
+    {1: ComponentKind.QWEN_VL},
+    masked=frozenset({1}),
+    fitted=frozenset({1}),
+    right_padded=frozenset({1}),
+    trimmed=frozenset({1}),
+    templates={1: PromptTemplate("QwenImagePipeline", crop=34)},
+    never_beside=frozenset({REFERENCE_IMAGE}),
+)
+"""Of Qwen-Image; Qwen-Image-Edit's text encoder sees the reference picture, too."""
+
+
+def _flux2(kind: ComponentKind, pipeline: str, layers: tuple[int, ...]) -> TextRecipe:
+    return TextRecipe(
+        {"context": (tuple(Part(1, State.HIDDEN, layer) for layer in layers),)},
+        {1: kind},
+        masked=frozenset({1}),
+        fitted=frozenset({1}),
+        templates={1: PromptTemplate(pipeline)},
+    )
+
+
+FLUX2 = replace(
+    _flux2(ComponentKind.MISTRAL, "Flux2Pipeline", (10, 20, 30)), beside=frozenset({"guidance"})
+)
+FLUX2_KLEIN = _flux2(ComponentKind.QWEN3, "Flux2KleinPipeline", (9, 18, 27))
+LUMINA2 = TextRecipe(
+    {
+        "context": ((Part(1, State.PENULTIMATE),),),
+        "context_mask": ((Part(1, State.MASK),),),
+    },
+    {1: ComponentKind.GEMMA2},
+    masked=frozenset({1}),
+    fitted=frozenset({1}),
+    right_padded=frozenset({1}),
+    templates={1: PromptTemplate("Lumina2Pipeline", on_negative=False)},
+)
+Z_IMAGE = replace(
+    LUMINA2,
+    kinds={1: ComponentKind.QWEN3},
+    trimmed=frozenset({1}),
+    templates={1: PromptTemplate("ZImagePipeline")},
+)
+HUNYUAN_VIDEO_15 = TextRecipe(
+    {
+        "context": ((Part(1, State.HIDDEN, -3),),),
+        "context_mask": ((Part(1, State.MASK),),),
+        "context_byt5": ((Part(2, State.LAST),),),
+        "context_byt5_mask": ((Part(2, State.MASK),),),
+    },
+    {1: ComponentKind.QWEN_VL_TEXT, 2: ComponentKind.T5},
+    masked=frozenset({1, 2}),
+    fitted=frozenset({1, 2}),
+    absent=frozenset({2}),
+    templates={
+        1: PromptTemplate("HunyuanVideo15Pipeline", crop=108),
+        2: PromptTemplate("HunyuanVideo15Pipeline glyphs"),
+    },
+)
+
+BY_CLASS: dict[str, tuple[TextRecipe, ...]] = {
+    "WanTransformer3DModel": (WAN,),
+    "HunyuanVideoTransformer3DModel": (HUNYUAN_VIDEO,),
+    "HunyuanVideo15Transformer3DModel": (HUNYUAN_VIDEO_15,),
+    "CogVideoXTransformer3DModel": (COGVIDEOX,),
+    "LTXVideoTransformer3DModel": (LTX,),
+    "MochiTransformer3DModel": (MOCHI,),
+    "QwenImageTransformer2DModel": (QWEN_IMAGE,),
+    "Flux2Transformer2DModel": (FLUX2, FLUX2_KLEIN),
+    "Lumina2Transformer2DModel": (LUMINA2,),
+    "ZImageTransformer2DModel": (Z_IMAGE,),
+}
+"""Recipes of diffusers' classes without a family."""

@@ -99,7 +99,7 @@ class Declared:
             module.forward = self.around(module.forward)
         appended = [i.path for i in self.inputs if isinstance(i, Input) and i.appended]
         if appended:
-            module.forward = _appending(module.forward, self.sample, appended, self.channel_axis)
+            module.forward = appending(module.forward, self.sample, appended, self.channel_axis)
         return module
 
     def make(self, dtype: str) -> Callable[[int], dict[str, Any]]:
@@ -107,10 +107,10 @@ class Declared:
         return lambda size: nested((i.path, _value(i, size, dtype)) for i in self.inputs)
 
 
-def _appending(
+def appending(
     forward: Callable[..., Any], sample: str, appended: list[str], axis: int
 ) -> Callable[..., Any]:
-    """``forward`` with inputs ``appended``, whose channels follow those of ``sample``."""
+    """``forward`` with inputs ``appended``, which follow ``sample`` along an ``axis``."""
     taken = inspect.signature(forward)
 
     @functools.wraps(forward)

@@ -14,6 +14,7 @@ from megatron_pulse.backbone.appended_fields import (
     MASKED_IMAGE,
 )
 from model_specs.derived.inputs import Around, Config, Declared, Input, Known, SameInput, Sizes
+from model_specs.derived.references import NO_REFERENCE, repeated, shifted, with_reference
 
 _THOUSANDTH = 1e-3
 """Timestep scale of classes with times from 0 to 1."""
@@ -179,7 +180,24 @@ def _hunyuan_video(config: Config, size: Sizes) -> Declared:
     ]
     if config.guidance_embeds:
         inputs.append(Input("guidance", (), "float32"))
-    return Declared("hidden_states", "timestep", tuple(inputs))
+    return Declared("hidden_states", "timestep", tuple(inputs), around=_with_scaled_guidance)
+
+
+_GUIDANCE_SCALE = 1000
+"""Factor that HunyuanVideo's pipelines apply to guidance, and Flux's class itself."""
+
+
+def _with_scaled_guidance(given: Any) -> Callable[..., Any]:
+    forward = getattr(given, "forward", given)
+
+    @functools.wraps(forward)
+    def call(**inputs: Any) -> Any:
+        if "guidance" in inputs:
+            inputs["guidance"] = inputs["guidance"] * _GUIDANCE_SCALE
+        (predicted,) = forward(**inputs, return_dict=False)
+        return predicted
+
+    return call
 
 
 _WAN_FRAMES = 4
@@ -267,10 +285,17 @@ def _cogvideox_rotary(config: Config, frames: int, grid: tuple[int, int]) -> Any
 
 
 TOKENS = {
-    "FluxTransformer2DModel": Known({"height": 128, "width": 128, "text_length": 512}, _flux),
-    "Flux2Transformer2DModel": Known({"height": 64, "width": 64, "text_length": 512}, _flux2),
+    "FluxTransformer2DModel": Known(
+        {"height": 128, "width": 128, "text_length": 512, **NO_REFERENCE},
+        with_reference(_flux, {"img_ids": shifted(1, 0, 0)}),
+    ),
+    "Flux2Transformer2DModel": Known(
+        {"height": 64, "width": 64, "text_length": 512, **NO_REFERENCE},
+        with_reference(_flux2, {"img_ids": shifted(10, 0, 0, 0)}),
+    ),
     "QwenImageTransformer2DModel": Known(
-        {"height": 128, "width": 128, "text_length": 512}, _qwen_image
+        {"height": 128, "width": 128, "text_length": 512, **NO_REFERENCE},
+        with_reference(_qwen_image, {"img_shapes": repeated}),
     ),
     "HunyuanVideoTransformer3DModel": Known(
         {"frames": 33, "height": 90, "width": 160, "text_length": 256}, _hunyuan_video

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from megatron_pulse.backbone.appended_fields import REFERENCE_IMAGE
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from model_specs.common.deferred_build import builder, embedder
 from model_specs.flux.config import FluxConfig
@@ -18,6 +19,7 @@ def build_backbone(name: str, config: FluxConfig) -> Backbone:
 def _chain(name: str, config: FluxConfig, height: int, width: int) -> Backbone:
     latent = TensorSpec((config.in_channels, height, width))
     num_tokens = (height // config.patch_size) * (width // config.patch_size)
+    num_tokens *= 1 + config.reference
     image = TensorSpec((num_tokens, config.dim), batch_dim=1, sequence=True)
     text = TensorSpec((config.context_length, config.dim), batch_dim=1, sequence=True)
     scalars = ("timesteps", "guidance") if config.guidance_embeds else ("timesteps",)
@@ -26,6 +28,8 @@ def _chain(name: str, config: FluxConfig, height: int, width: int) -> Backbone:
         "context": TensorSpec((config.context_length, config.joint_attention_dim)),
         "pooled": TensorSpec((config.pooled_projection_dim,)),
     }
+    reference = (REFERENCE_IMAGE,) if config.reference else ()
+    fields |= dict.fromkeys(reference, latent)
     build = builder("model_specs.flux.modules", config)
     time = build("TimeTextGuidanceEmbed")
     temb = {"temb": TensorSpec((config.dim,))}
@@ -34,7 +38,7 @@ def _chain(name: str, config: FluxConfig, height: int, width: int) -> Backbone:
     last = config.num_single_layers - 1
     layers = (
         embedder("time_text_embed", time, latent, temb, (*scalars, "pooled")),
-        Layer("x_embedder", build("PackedEmbed"), (latent,), (image,)),
+        Layer("x_embedder", build("PackedEmbed"), (latent,), (image,), uses=reference),
         Layer("context_embedder", build("ContextEmbedder"), (image,), both, uses=("context",)),
         *(
             Layer(

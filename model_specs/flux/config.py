@@ -20,7 +20,8 @@ class FluxConfig(SampleSizes):
     ``num_layers`` two-stream blocks come first, then ``num_single_layers``. ``axes_dims_rope`` are
     the features per head rotated by each of a token's three coordinates. Coordinates are (0, row,
     column) for images and 0 for text. With ``guidance_embeds`` the batch holds a guidance scale
-    (3.5, say).
+    (3.5, say). With ``reference`` the tokens of another picture of the sample's size follow, whose
+    first coordinate is 1 (FLUX.1 Kontext).
     """
 
     num_layers: int = 19
@@ -33,6 +34,7 @@ class FluxConfig(SampleSizes):
     joint_attention_dim: int = 4096
     pooled_projection_dim: int = 768
     context_length: int = run_choice(512, "text has no positions")
+    reference: int = run_choice(0, "{0.reference} reference pictures follow the sample")
     guidance_embeds: bool = True
     axes_dims_rope: tuple[int, ...] = (16, 56, 56)
     patch_size = PACKED
@@ -43,9 +45,16 @@ class FluxConfig(SampleSizes):
         """Width of the tokens."""
         return self.num_attention_heads * self.attention_head_dim
 
+    @property
+    def token_counts(self) -> tuple[int, ...]:
+        """Number of tokens of each shape of samples, with those of the reference."""
+        return tuple(count * (1 + self.reference) for count in super().token_counts)
+
     def faults(self) -> list[str]:
         """Inconsistencies between the fields, one text each."""
-        found = [*below(self, 1), *unfit_sizes(self)]
+        found = [*below(self, 1, reference=0), *unfit_sizes(self)]
+        if self.reference > 1:
+            found.append(f"reference: must be 0 or 1, is {self.reference}")
         axes = self.axes_dims_rope
         if len(axes) != 3 or any(axis < 2 or axis % 2 for axis in axes):
             found.append(f"axes_dims_rope: must be three even numbers from 2 on, is {axes}")

@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from megatron_pulse.backbone.appended_fields import REFERENCE_IMAGE
 from megatron_pulse.backbone.build_context import LayerContext
 from model_specs.common.attention import column_linear, row_linear
 from model_specs.common.joint_attention import StreamProjections, attend, core_attention
@@ -54,9 +55,9 @@ def pack(latents: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(tokens: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    """Inverse of ``pack`` for rows and columns of tokens."""
+    """Inverse of ``pack`` for rows and columns of tokens, of which others may follow."""
     (rows, columns), samples = grid, tokens.shape[1]
-    squares = tokens.reshape(rows, columns, samples, -1, PACKED, PACKED)
+    squares = tokens[: rows * columns].reshape(rows, columns, samples, -1, PACKED, PACKED)
     image = squares.permute(2, 3, 0, 4, 1, 5)
     return image.reshape(samples, -1, rows * PACKED, columns * PACKED)
 
@@ -73,20 +74,23 @@ def _turn(table: Table, heads: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _rotary_table(grid: tuple[int, int], context_length: int, axes: tuple[int, ...]) -> Table:
+def _rotary_table(
+    grid: tuple[int, int], context_length: int, axes: tuple[int, ...], reference: int
+) -> Table:
     """Cosines and sines [2, s, d / 2] of every token and feature pair; all blocks share one."""
 
     def make() -> torch.Tensor:
-        angles = _angles(grid, context_length, axes)
+        angles = _angles(grid, context_length, axes, reference)
         return torch.stack([angles.cos(), angles.sin()])
 
     return Table(make)
 
 
-def _angles(grid: tuple[int, int], context_length: int, axes: tuple[int, ...]) -> torch.Tensor:
+def _angles(
+    grid: tuple[int, int], context_length: int, axes: tuple[int, ...], reference: int
+) -> torch.Tensor:
     """Angles of every token and feature pair, in fp64: [s, d / 2] (diffusers' ``FluxPosEmbed``)."""
-    rows, columns = torch.meshgrid(*map(torch.arange, grid), indexing="ij")
-    image = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).flatten(0, 1)
+    image = torch.cartesian_prod(torch.arange(1 + reference), *map(torch.arange, grid))
     coordinates = torch.cat([image.new_zeros(context_length, 3), image]).double()
 
     def turned(axis: int, width: int) -> torch.Tensor:
@@ -97,12 +101,12 @@ def _angles(grid: tuple[int, int], context_length: int, axes: tuple[int, ...]) -
 
 
 def _rotary(sizes: FluxConfig, shares: TokenShares) -> RotaryOfShape:
-    length, axes = sizes.context_length, sizes.axes_dims_rope
-    return RotaryOfShape(_turn, [_rotary_table(grid, length, axes) for grid in sizes.grids], shares)
+    of = sizes.context_length, sizes.axes_dims_rope, sizes.reference
+    return RotaryOfShape(_turn, [_rotary_table(grid, *of) for grid in sizes.grids], shares)
 
 
 class PackedEmbed(LayerModule):
-    """First layer: packed latents through one linear map."""
+    """First layer: packed latents, and the reference picture's, through one linear map."""
 
     def __init__(self, sizes: FluxConfig, context: LayerContext) -> None:
         config = dit_config(sizes, context.config)
@@ -111,7 +115,10 @@ class PackedEmbed(LayerModule):
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Latents [b, c, h, w] to this rank's tokens [s, b, D]."""
-        return (self.enter_sequence(self.linear(pack(inputs[0]))),)
+        tokens = pack(inputs[0])
+        if REFERENCE_IMAGE in conditioning:
+            tokens = torch.cat([tokens, pack(conditioning[REFERENCE_IMAGE].to(tokens.dtype))])
+        return (self.enter_sequence(self.linear(tokens)),)
 
 
 class TimeTextGuidanceEmbed(TimeTextEmbed):
@@ -218,4 +225,4 @@ class SingleBlock(TokenLayer, TokenSliced):
 def head(sizes: FluxConfig, context: LayerContext) -> Head:
     """Last layer; a token's features are unpacked in the order of ``pack``."""
     features = sizes.in_channels * PACKED**2
-    return Head(sizes, context, features, sizes.grids, unpack)
+    return Head(sizes, context, features, sizes.grids, unpack, sizes.token_counts)

@@ -228,7 +228,7 @@ def expected(family: Family, pipeline: Any, **more: Any) -> torch.Tensor:
     noise = start_noise(0, range(2), family.latents).to(pipeline.dtype)
     negative = {"negative_prompt": ["old cat"] * 2} if family.guided else {}
     pictures: torch.Tensor = pipeline(
-        ["a red bird"] * 2, num_inference_steps=STEPS, output_type="pt",
+        prompt=["a red bird"] * 2, num_inference_steps=STEPS, output_type="pt",
         guidance_scale=2.0 if family.guided else 1.0, height=family.side, width=family.side,
         latents=noise if family.packed is None else family.packed(pipeline, noise),
         **negative, **family.called, **more,

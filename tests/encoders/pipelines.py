@@ -14,23 +14,80 @@ WORDS = ["<pad>", "</s>", "<s>", "<unk>", *"a red blue bird heart cat with of th
 LENGTH = 9
 
 
+CHAT = (
+    "{% for m in messages %}{{ '<s> ' if loop.first else '' }}{{ m.role }} "
+    "{{ m.content if m.content is string else m.content[0].text }} </s> {% endfor %}"
+    "{{ '<s> red ' if add_generation_prompt else '' }}{{ 'old ' if enable_thinking else '' }}"
+)
+"""Chat template, of messages of text or of parts."""
+
+
 def make_tokenizer(folder: Path, kind: str, length: int | None = LENGTH) -> None:
     """Words as tokens; ``kind`` clip adds begin and end, t5 an end."""
     tokens = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     tokens.pre_tokenizer = pre_tokenizers.Whitespace()
-    begin = "" if kind == "t5" else "<s> "
+    begin = "" if kind.endswith("t5") else "<s> "
     tokens.post_processor = processors.TemplateProcessing(
         single=f"{begin}$A </s>", special_tokens=[("<s>", 2), ("</s>", 1)]
     )
     said = {} if length is None else {"model_max_length": length}
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokens, unk_token="<unk>", eos_token="</s>", bos_token="<s>",
-        pad_token="</s>" if kind == "clip" else "<pad>", **said,
+        pad_token="</s>" if kind == "clip" else "<pad>", chat_template=CHAT, **said,
     ).save_pretrained(folder)  # fmt: skip
 
 
-def make_encoder(kind: str, width: int = 8, projection: int = 8, layers: int = 3) -> Any:
-    """``clip``, ``projected``, ``t5`` or ``bert``, random, in eval mode."""
+DECODERS = ("llama", "gemma2", "qwen3", "qwen3_lm", "qwen_vl", "qwen_vl_text", "mistral")
+
+
+def _make_decoder(kind: str, width: int, layers: int) -> Any:
+    """Causal language model with ``width`` / 4 heads, and its vision tower or head."""
+    said: dict[str, Any] = {
+        "vocab_size": len(WORDS), "hidden_size": width, "intermediate_size": 12,
+        "num_hidden_layers": layers, "num_attention_heads": width // 4, "num_key_value_heads": 1,
+        "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2,
+    }  # fmt: skip
+    seen: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    if kind == "llama":
+        return transformers.LlamaModel(transformers.LlamaConfig(**said))
+    if kind == "gemma2":
+        return transformers.Gemma2Model(
+            transformers.Gemma2Config(**said, head_dim=4, sliding_window=3, query_pre_attn_scalar=4)
+        )
+    if kind.startswith("qwen3"):
+        qwen3 = transformers.Qwen3Config(**said, head_dim=4)
+        lm = kind == "qwen3_lm"
+        return (transformers.Qwen3ForCausalLM if lm else transformers.Qwen3Model)(qwen3)
+    if kind == "mistral":
+        language = {"model_type": "mistral", "head_dim": 4, **said}
+        vision = {"model_type": "pixtral", "image_size": 16, "patch_size": 4, **seen}
+        return transformers.Mistral3ForConditionalGeneration(
+            transformers.Mistral3Config(
+                text_config=language, vision_config={**vision, "num_hidden_layers": 1}
+            )
+        )
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}
+    text = transformers.Qwen2_5_VLTextConfig(**said, rope_parameters=rope)
+    if kind == "qwen_vl_text":
+        return transformers.Qwen2_5_VLTextModel(text)
+    vision = {"depth": 1, "num_heads": 2, "out_hidden_size": width, **seen}
+    return transformers.Qwen2_5_VLForConditionalGeneration(
+        transformers.Qwen2_5_VLConfig(text_config=text.to_dict(), vision_config=vision)
+    )
+
+
+def make_encoder(
+    kind: str, width: int = 8, projection: int = 8, layers: int = 3, positions: int = LENGTH
+) -> Any:
+    """``clip``, ``projected``, ``t5``, ``umt5``, ``bert``, or one of ``DECODERS``, random, in eval
+    mode."""
+    if kind in DECODERS:
+        return _make_decoder(kind, width, layers).eval()
+    if kind == "umt5":
+        umt5 = transformers.UMT5Config(
+            vocab_size=len(WORDS), d_model=width, d_kv=4, d_ff=12, num_layers=layers, num_heads=2
+        )
+        return transformers.UMT5EncoderModel(umt5).eval()
     if kind == "t5":
         t5 = transformers.T5Config(
             vocab_size=len(WORDS), d_model=width, d_kv=4, d_ff=12, num_layers=layers, num_heads=2,
@@ -45,7 +102,7 @@ def make_encoder(kind: str, width: int = 8, projection: int = 8, layers: int = 3
         return transformers.BertModel(bert).eval()
     clip = transformers.CLIPTextConfig(
         vocab_size=len(WORDS), hidden_size=width, intermediate_size=12, num_hidden_layers=layers,
-        num_attention_heads=2, max_position_embeddings=LENGTH, projection_dim=projection,
+        num_attention_heads=2, max_position_embeddings=positions, projection_dim=projection,
         eos_token_id=1, bos_token_id=2, pad_token_id=1,
         hidden_act="quick_gelu" if kind == "clip" else "gelu",
     )  # fmt: skip
@@ -55,13 +112,14 @@ def make_encoder(kind: str, width: int = 8, projection: int = 8, layers: int = 3
 
 
 def make_pipeline(folder: Path, *encoders: Any, **index: Any) -> Path:
-    """A folder with these encoders: kinds, or (kind, width, projection)."""
+    """A folder with these encoders: kinds, or (kind, width, projection, layers, positions)."""
     torch.manual_seed(0)
     for i, given in enumerate(encoders):
-        kind, *sizes = [given] if isinstance(given, str) else given
+        kind, sizes = (given, []) if isinstance(given, str) else (given[0], list(given[1:]))
         suffix = f"_{i + 1}" if i else ""
         make_encoder(kind, *sizes).save_pretrained(folder / f"text_encoder{suffix}")
         tokens = "clip" if kind == "projected" else kind
-        make_tokenizer(folder / f"tokenizer{suffix}", tokens)
+        length = LENGTH if len(sizes) < 4 else sizes[3]
+        make_tokenizer(folder / f"tokenizer{suffix}", tokens, length)
     (folder / "model_index.json").write_text(json.dumps(index))
     return folder

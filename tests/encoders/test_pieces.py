@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from diffusers import AutoencoderKL
@@ -15,6 +16,7 @@ from megatron_pulse.encoders.image_pieces import MOMENTS, PIXELS, image_pieces
 from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.text_pieces import text_pieces
 from megatron_pulse.encoders.text_recipe import ComponentKind, State
+from megatron_pulse.errors import UserError
 from megatron_pulse.runtime.encoding.packing import PackedLayout
 from model_specs.common.text_recipes import SD
 from tests.encoders.pipelines import LENGTH, make_encoder, make_pipeline
@@ -25,7 +27,21 @@ KINDS = {
     "projected": ComponentKind.PROJECTED_CLIP,
     "t5": ComponentKind.T5,
     "bert": ComponentKind.BERT,
+    "umt5": ComponentKind.UMT5,
+    "llama": ComponentKind.LLAMA,
+    "gemma2": ComponentKind.GEMMA2,
+    "qwen3": ComponentKind.QWEN3,
+    "qwen_vl": ComponentKind.QWEN_VL,
+    "mistral": ComponentKind.MISTRAL,
 }
+
+
+def trunk_of(kind: str) -> Any:
+    """The layers of a tiny encoder that read text."""
+    model = make_encoder(kind)
+    return model.get_decoder() if KINDS[kind].is_decoder else model
+
+
 IDS = torch.tensor([[2, 5, 6, 7, 1, 1], [2, 8, 1, 1, 1, 1], [2, 9, 10, 11, 12, 1]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
 
@@ -39,11 +55,12 @@ def weights(pieces: tuple[EncoderPiece, ...]) -> list[int]:
 @torch.no_grad()
 def test_text(kind: str, masked: bool) -> None:
     torch.manual_seed(0)
-    model = make_encoder(kind)
-    asked = (
-        {State.LAST} if kind in ("t5", "bert") else {State.LAST, State.PENULTIMATE, State.POOLED}
-    )
-    pieces = text_pieces(KINDS[kind], model, frozenset(asked), masked)
+    model = trunk_of(kind)
+    asked = {"last": -1, "penultimate": -2, "hidden_1": 1, "hidden_-3": -3}
+    if not KINDS[kind].is_decoder:
+        asked = {} if kind in ("t5", "bert", "umt5") else {"penultimate": -2}
+    pooled = {"pooled"} if kind in ("clip", "projected") else set()
+    pieces = text_pieces(KINDS[kind], model, frozenset({"last", *asked, *pooled}), masked)
     assert [piece.name for piece in pieces][1:-1] and len(pieces) == 5
     held = weights(pieces)
     trained = {id(p) for n, p in model.named_parameters() if not n.startswith("pooler")}
@@ -53,10 +70,11 @@ def test_text(kind: str, masked: bool) -> None:
         IDS, attention_mask=MASK if masked else torch.ones_like(MASK), output_hidden_states=True
     )
     assert torch.equal(ours["last"], whole.last_hidden_state)
-    if kind in ("clip", "projected"):
-        assert torch.equal(ours["penultimate"], whole.hidden_states[-2])
-        pooled = whole.text_embeds if kind == "projected" else whole.pooler_output
-        assert torch.equal(ours["pooled"], pooled)
+    for name, index in asked.items():
+        assert torch.equal(ours[name], whole.hidden_states[index]), name
+    if pooled:
+        vector = whole.text_embeds if kind == "projected" else whole.pooler_output
+        assert torch.equal(ours["pooled"], vector)
 
 
 def test_layers_that_nothing_needs_are_left_out() -> None:
@@ -64,6 +82,15 @@ def test_layers_that_nothing_needs_are_left_out() -> None:
         ComponentKind.CLIP, make_encoder("clip"), frozenset({State.PENULTIMATE}), False
     )
     assert [piece.name for piece in pieces] == ["embeddings", "layers.0", "layers.1"]
+    pieces = text_pieces(
+        ComponentKind.LLAMA, make_encoder("llama"), frozenset({"hidden_1", "hidden_-3"}), True
+    )
+    assert [piece.name for piece in pieces] == ["embeddings", "layers.0"]
+
+
+def test_states_beyond_the_layers_are_refused() -> None:
+    with pytest.raises(UserError, match="it has 3 layers, but the states after 10 are needed"):
+        text_pieces(ComponentKind.LLAMA, make_encoder("llama"), frozenset({"hidden_10"}), True)
 
 
 def make_autoencoder(**settings: Any) -> Any:
@@ -108,6 +135,72 @@ def test_images(settings: dict[str, Any], tmp_path: Path) -> None:
     torch.testing.assert_close(opened.encode(images, noise), scaled, rtol=0, atol=1e-6)
 
 
+def make_flux2() -> Any:
+    torch.manual_seed(0)
+    model = diffusers.AutoencoderKLFlux2(
+        norm_num_groups=4, block_out_channels=(8, 12), layers_per_block=1, latent_channels=4,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        sample_size=16,
+    )  # fmt: skip
+    model.bn.running_mean.normal_()
+    model.bn.running_var.uniform_(0.5, 2)
+    return model.eval()
+
+
+@torch.no_grad()
+def test_flux2_latents_are_those_of_its_pipeline(tmp_path: Path) -> None:
+    model = make_flux2()
+    model.save_pretrained(tmp_path)
+    parts = dict.fromkeys(("scheduler", "text_encoder", "tokenizer", "transformer"))
+    pipeline = diffusers.Flux2Pipeline(vae=model, **parts)
+    images, ours = torch.rand(2, 3, 16, 24) * 2 - 1, Autoencoder(tmp_path)
+    theirs = torch.cat([pipeline._encode_vae_image(each, None) for each in images.split(1)])
+    mean = ours.encode(images)
+    torch.testing.assert_close(mean, theirs, rtol=0, atol=1e-6)
+    assert mean.shape[1:] == ours.latent_shape((3, 16, 24)) == (16, 4, 6)
+    std = (model.bn.running_var + model.config.batch_norm_eps).sqrt().view(1, -1, 1, 1)
+    inner = pipeline._unpatchify_latents(mean * std + model.bn.running_mean.view(1, -1, 1, 1))
+    pixels = model.decode(inner).sample.clamp(-1, 1)
+    torch.testing.assert_close(ours.decode(mean), pixels, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_qwen_image_latents_are_those_of_its_pipeline(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = diffusers.AutoencoderKLQwenImage(
+        base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
+        latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 2.0, 1.0, 0.5],
+    ).eval()  # fmt: skip
+    model.save_pretrained(tmp_path)
+    names = ("scheduler", "text_encoder", "tokenizer", "processor", "transformer")
+    pipeline = diffusers.QwenImageEditPipeline(vae=model, **dict.fromkeys(names))
+    images, ours = torch.rand(2, 3, 16, 24) * 2 - 1, Autoencoder(tmp_path)
+    frames = images.unsqueeze(2).split(1)
+    theirs = torch.cat([pipeline._encode_vae_image(each, None) for each in frames])
+    mean = ours.encode(images)
+    torch.testing.assert_close(mean, theirs.squeeze(2), rtol=0, atol=1e-6)
+    std, shift = (
+        torch.tensor(s).view(1, -1, 1, 1) for s in ([1.5, 2, 1, 0.5], [0.1, -0.2, 0.3, 0])
+    )
+    pixels = model.decode((mean * std + shift).unsqueeze(2)).sample.squeeze(2).clamp(-1, 1)
+    torch.testing.assert_close(ours.decode(mean), pixels, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_pictures_are_encoded_and_decoded_in_diffusers_tiles(tmp_path: Path) -> None:
+    model = make_autoencoder(sample_size=16)
+    model.save_pretrained(tmp_path)
+    model.enable_tiling()
+    images, ours = torch.rand(2, 3, 40, 24) * 2 - 1, Autoencoder(tmp_path, tiled=True)
+    theirs = torch.cat([model.encode(each).latent_dist.mean for each in images.split(1)])
+    assert torch.equal(ours.encode(images), theirs * model.config.scaling_factor)
+    drawn = ours.decode(theirs * model.config.scaling_factor)
+    pixels = model.decode(theirs).sample.clamp(-1, 1)
+    torch.testing.assert_close(drawn, pixels, rtol=0, atol=1e-5)
+    whole = Autoencoder(tmp_path).decode(theirs * model.config.scaling_factor)
+    assert not torch.allclose(whole, drawn, rtol=0, atol=1e-3)
+
+
 def test_posterior_noise_is_a_function_of_seed_sample_and_pass() -> None:
     shape = (2, 3, 3)
     first = posterior_noise(1, 5, 0, shape)
@@ -131,7 +224,7 @@ def test_one_image_at_a_time_gives_the_same_bits_in_any_company(tmp_path: Path) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_sample_leaves_the_same_states(kind: str) -> None:
     """Texts that fill their tokens need no mask, others do: what travels is of one layout."""
-    pieces = text_pieces(KINDS[kind], make_encoder(kind), frozenset({State.LAST}), True)
+    pieces = text_pieces(KINDS[kind], trunk_of(kind), frozenset({State.LAST}), True)
     states = [{"ids": IDS[i : i + 1], "mask": MASK[i : i + 1]} for i in (0, 2)]
     whole = [run_pieces(pieces, given)["last"] for given in states]
     for piece in pieces:

@@ -29,6 +29,14 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hunyuan": ("AutoencoderKLHunyuanVideo", {"latent_channels": 4, **WIDTHS}),
     "cogvideox": ("AutoencoderKLCogVideoX", {"latent_channels": 4, **WIDTHS}),
+    "mochi": (
+        "AutoencoderKLMochi",
+        {
+            "latent_channels": 4, "encoder_block_out_channels": (32,) * 4,
+            "decoder_block_out_channels": (32,) * 4, "layers_per_block": (1,) * 5,
+            "scaling_factor": 0.9, **MEANS,
+        },
+    ),
     "ltx": (
         "AutoencoderKLLTXVideo",
         {
@@ -79,6 +87,56 @@ def test_latents_and_videos_are_those_of_diffusers(name: str, tmp_path: Path) ->
     assert not drawn.faults() and drawn(mean).shape == (2, frames, 3, side, side)
     one, _ = ours.posterior(video[:, :, 0])
     assert one.shape[1:] == ours.latent_shape((3, side, side))
+
+
+def make_tiled(name: str, folder: Path) -> Any:
+    """Autoencoder whose tiles have 16 pixels a side, 8 apart."""
+    model = make(name, folder)
+    for side in ("height", "width"):
+        setattr(model, f"tile_sample_min_{side}", 16)
+        setattr(model, f"tile_sample_stride_{side}", 8)
+        setattr(model, f"tile_overlap_factor_{side}", 0.5)
+        setattr(model, f"tile_latent_min_{side}", 2)
+    return model
+
+
+@pytest.mark.parametrize("name", ["wan", "cogvideox"])
+def test_tiles_are_those_of_diffusers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiled(name, tmp_path)
+    whole, kind = Autoencoder(tmp_path), type(model)
+    enable = kind.enable_tiling
+
+    def enable_small(self: Any) -> None:
+        sizes = {n: v for n, v in vars(model).items() if n.startswith("tile_")}
+        vars(self).update(sizes)
+        enable(self)
+
+    monkeypatch.setattr(kind, "enable_tiling", enable_small)
+    ours = Autoencoder(tmp_path, tiled=True)
+    model.enable_tiling()
+    video = torch.rand(2, 3, 5, 32, 40, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    mean, _ = ours.posterior(video)
+    with torch.no_grad():
+        latents = torch.cat([model.encode(each).latent_dist.mean for each in video.split(1)])
+        pixels = model.decode(latents).sample.clamp(-1, 1)
+    (theirs, _) = ours.normalized(torch.cat([latents, latents], 1))
+    theirs = theirs.transpose(1, 2) if ours.frames_first else theirs
+    assert torch.equal(mean, theirs)
+    torch.testing.assert_close(ours.decode(mean), pixels, rtol=0, atol=1e-4)
+    assert not torch.allclose(whole.posterior(video)[0], mean, rtol=0, atol=1e-3)
+    assert ours.made_by().endswith("(float32, tiled)")
+    assert ours.made_by(typed=False) == whole.made_by(typed=False)
+
+
+def test_tiling_without_an_autoencoder_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["data", "write-latents", "--from", "digits8", "-o", str(tmp_path / "l")]
+    assert main([*argv, "--vae-tiling"]) == 2
+    assert "--vae-tiling needs an autoencoder: give --vae" in capsys.readouterr().err
+    assert not (tmp_path / "l").exists()
 
 
 def test_an_autoencoder_of_pictures_takes_videos_frame_by_frame(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ CASES: Cases = {
             **{"context_length": 77, "buckets": "3x6x4,2x8x8"},
         },
     ),
+    "flux-reference": ("flux-tiny", {"num_layers": 1, "reference": 1, "buckets": "4x12"}),
 }
 """Shares are uneven over 4 ranks, but for some buckets: 18 and 94 tokens, texts of 77 and 226."""
 SAMPLES = 2

@@ -1,4 +1,4 @@
-"""Pictures that ``pulse sample`` takes: ``--control-image``, and ``--image`` with ``--mask``."""
+"""Pictures that ``pulse sample`` takes: ``--control-image``, ``--image``, and its ``--mask``."""
 
 from __future__ import annotations
 
@@ -49,28 +49,57 @@ def inpainted(
     """
     if not files:
         return rows, {}
-    from megatron_pulse.backbone.appended_fields import INPAINT_MASK, MASKED_IMAGE
+    from megatron_pulse.backbone.appended_fields import INPAINTING, MASKED_IMAGE
     from megatron_pulse.data.dataset import FieldSpec
-    from megatron_pulse.data.images.inpainting import mask_of_latents, masked_picture, reads_masks
+    from megatron_pulse.data.images.appended_pictures import appended_latents
+    from megatron_pulse.data.images.inpainting import masked_picture, reads_masks
 
     if not reads_masks(backbone.batch_fields):
         raise UserError(f"--image: {backbone.name} does not inpaint: leave it out")
     rows, files = _one_for_each("--image", rows, files)
-    channels, height, width = backbone.batch_fields[MASKED_IMAGE].shape
-    of_mask = FieldSpec(backbone.batch_fields[INPAINT_MASK].shape)
-    pixels = FieldSpec((channels, height, width))
-    if autoencoder is not None:
-        factor = autoencoder.factor
-        pixels = FieldSpec((autoencoder.in_channels, height * factor, width * factor))
+    specs = {name: FieldSpec(backbone.batch_fields[name].shape) for name in INPAINTING}
+    pixels = FieldSpec(_pixels(specs[MASKED_IMAGE].shape, autoencoder))
 
     def masked(pair: tuple[Path, Path]) -> dict[str, Tensor]:
         fields = masked_picture(*pair, pixels)
-        if autoencoder is not None:
-            fields[MASKED_IMAGE] = autoencoder.encode(fields[MASKED_IMAGE][None])[0]
-            fields[INPAINT_MASK] = mask_of_latents(fields[INPAINT_MASK], of_mask)
-        return fields
+        return fields if autoencoder is None else appended_latents(fields, specs, autoencoder)
 
     return rows, _fields_of(files, each, masked)
+
+
+def referenced(
+    files: Sequence[Path],
+    backbone: Backbone,
+    rows: list[Any],
+    each: int,
+    autoencoder: Autoencoder | None,
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """Rows of a sheet, and the field ``reference_image``, of pictures.
+
+    Pictures belong to rows as those of ``controlled`` do. Raises UserError.
+    """
+    if not files:
+        return rows, {}
+    from megatron_pulse.backbone.appended_fields import REFERENCE_IMAGE
+    from megatron_pulse.data.images.appended_pictures import appended_latents
+    from megatron_pulse.data.images.inpainting import one_picture
+
+    rows, files = _one_for_each("--image", rows, files)
+    shape = _pixels(backbone.batch_fields[REFERENCE_IMAGE].shape, autoencoder)
+
+    def seen(file: Path) -> dict[str, Tensor]:
+        fields = {REFERENCE_IMAGE: one_picture(file, shape[0], (shape[1], shape[2]))}
+        return fields if autoencoder is None else appended_latents(fields, {}, autoencoder)
+
+    return rows, _fields_of(files, each, seen)
+
+
+def _pixels(shape: tuple[int, ...], autoencoder: Autoencoder | None) -> tuple[int, ...]:
+    """Shape of the picture that becomes a sample of ``shape``, (c, h, w)."""
+    if autoencoder is None:
+        return shape
+    _, height, width = shape
+    return (autoencoder.in_channels, height * autoencoder.factor, width * autoencoder.factor)
 
 
 def continued(
@@ -97,7 +126,11 @@ def continued(
     )
 
     if not starts_from_frame(backbone.batch_fields):
-        raise UserError(f"--image: {backbone.name} continues no frame; to inpaint needs --mask")
+        raise UserError(
+            f"--image: {backbone.name} takes no --image alone: it continues no frame and reads no "
+            "reference (--option reference=1 of FLUX.1 Kontext and its like); to inpaint needs "
+            "--mask"
+        )
     if autoencoder is None or not autoencoder.is_video:
         raise UserError("--image: give the autoencoder of the model's videos, --vae")
     rows, files = _one_for_each("--image", rows, files)

@@ -196,12 +196,22 @@ def run_check(args: argparse.Namespace) -> None:
 
 def _pairings(data: Sequence[DiffusionDataset]) -> list[tuple[ImageFiles, Pairing]]:
     """Image folders with control pictures beside them."""
-    from megatron_pulse.data.images.conditioning import Pairing, others_of
+    from megatron_pulse.data.images.conditioning import (
+        ControlPictures,
+        Pairing,
+        ReferencePictures,
+        others_of,
+    )
     from megatron_pulse.data.images.folder import ImageFiles
 
     sources = dict.fromkeys(source for one in data for source in one.sources)
     files = [one for one in sources if isinstance(one, ImageFiles)]
-    return [(one, Pairing.of(one)) for one in files if others_of(one.root).is_dir()]
+    return [
+        (one, Pairing.of(one, kind=kind))
+        for one in files
+        for kind in (ControlPictures, ReferencePictures)
+        if others_of(one.root, kind.suffix).is_dir()
+    ]
 
 
 def run_info(args: argparse.Namespace) -> None:

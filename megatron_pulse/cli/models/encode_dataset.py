@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from megatron_pulse.backbone.appended_fields import INPAINT_MASK, MASKED_IMAGE
+from megatron_pulse.backbone.appended_fields import REFERENCE_IMAGE
 from megatron_pulse.backbone.layer_selection import size_options
 from megatron_pulse.backbone.shape_buckets import at_shape
 from megatron_pulse.cli.backbone_flags import options_of
@@ -31,10 +31,14 @@ from megatron_pulse.data.build import InpaintMasks, open_by_shape, open_dataset
 from megatron_pulse.data.captions import Encoded, cut_short
 from megatron_pulse.data.dataset import LATENT, FieldSpec, Variation
 from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, WantedFields, framing_field
+from megatron_pulse.data.images.appended_pictures import (
+    APPENDED_PICTURES,
+    ENCODED,
+    appended_latents,
+)
 from megatron_pulse.data.images.conditioning import CONDITIONING
 from megatron_pulse.data.images.inpainting import (
     inpainting_specs,
-    mask_of_latents,
     reads_masks,
 )
 from megatron_pulse.data.images.shapes import AUTO, shown
@@ -199,10 +203,10 @@ def _write_store(
         remark = "" if autoencoder is None else autoencoder.remark
         warn(remark, *dataset.cautions, *cut_short(dataset))
     fields = {**dataset.fields, **({FRAMING: FRAMING_SPEC} if dataset.frames else {})}
-    if autoencoder is not None and backbone is not None and reads_masks(fields):
-        made_by[MASKED_IMAGE] = made_by[LATENT]
-        for name in (INPAINT_MASK, MASKED_IMAGE):
+    if autoencoder is not None and backbone is not None:
+        for name in fields.keys() & {*APPENDED_PICTURES}:
             fields[name] = FieldSpec(backbone.batch_fields[name].shape)
+            made_by |= {name: made_by[LATENT]} if name in ENCODED else {}
     if backbone is not None and starts_from_frame(backbone.batch_fields):
         if autoencoder is None or not autoencoder.is_video:
             require([f"--backbone {args.backbone} continues frames: give a --vae of videos"])
@@ -227,8 +231,13 @@ def _write_store(
     )
     if args.flip and CONDITIONING in fields:
         require(["--flip: control pictures are stored once; mirror their files instead"])
-    if args.flip and (reads_masks(fields) or FIRST_FRAME & {*fields}):
-        require(["--flip: masked pictures and first frames are stored once; mirror their files"])
+    if args.flip and {*APPENDED_PICTURES, *FIRST_FRAME} & {*fields}:
+        require(
+            [
+                "--flip: masked pictures, references and first frames are stored once; mirror "
+                "their files"
+            ]
+        )
     with as_user_error(OSError):
         nulls, count = dataset.null_conditioning(), len(dataset)
         writer = LatentWriter(output, layout, nulls, count, dataset.text_parts)
@@ -344,10 +353,8 @@ def _write(
                     zip(indices, latents, deviations, strict=True)
                 ):
                     given = dataset.conditioning(i)
-                    if autoencoder is not None and reads_masks(given):
-                        (given[MASKED_IMAGE],) = autoencoder.encode(given[MASKED_IMAGE][None])
-                        of_mask = writer.layout.fields[INPAINT_MASK]
-                        given[INPAINT_MASK] = mask_of_latents(given[INPAINT_MASK], of_mask)
+                    if autoencoder is not None:
+                        given |= appended_latents(given, fields, autoencoder)
                     if autoencoder is not None and first:
                         given |= first_frame_fields(first, _clip(dataset.image(i)), autoencoder)
                     if dataset.frames:
@@ -423,6 +430,8 @@ def _wanted(
         fields[CONDITIONING] = FieldSpec(backbone.batch_fields[CONDITIONING].shape)
     if backbone is not None and reads_masks(backbone.batch_fields) and size is not None:
         fields |= inpainting_specs((args.channels, *size))
+    if backbone is not None and REFERENCE_IMAGE in backbone.batch_fields and size is not None:
+        fields[REFERENCE_IMAGE] = FieldSpec((args.channels, *size))
     if size is None or not fields and len(size) < 3:
         return None
     return WantedFields(_pixels(args.channels, size), fields)
@@ -470,7 +479,8 @@ def _open_autoencoder(args: argparse.Namespace) -> Autoencoder | None:
     vae = autoencoder_folder(args)
     if vae is None:
         return None
-    return Autoencoder(vae, getattr(torch, DTYPES[args.encoders_dtype or "fp32"]))
+    dtype = getattr(torch, DTYPES[args.encoders_dtype or "fp32"])
+    return Autoencoder(vae, dtype, tiled=args.vae_tiling)
 
 
 def _require_encodable(

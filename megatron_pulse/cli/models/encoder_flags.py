@@ -36,6 +36,16 @@ def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_vae_tiling(parser: argparse.ArgumentParser, does: str) -> None:
+    """Add ``--vae-tiling``; the autoencoder ``does`` something in tiles."""
+    add_flag(
+        parser,
+        "--vae-tiling",
+        f"{does} large pictures in overlapping tiles, for less memory (diffusers' enable_tiling)",
+        action="store_true",
+    )
+
+
 def add_default_caption(parser: argparse.ArgumentParser) -> None:
     """Add ``--default-caption``."""
     add_flag(

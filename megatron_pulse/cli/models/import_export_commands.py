@@ -520,7 +520,7 @@ def _with_length_of_texts(backbone: Backbone, folder: Path) -> tuple[Backbone, l
         if recipe is None:
             return backbone, []
         shapes = {field: backbone.batch_fields[field].shape for field in recipe.fields}
-        lengths = Tokenizers(folder, recipe, shapes).lengths
+        lengths = Tokenizers(folder, recipe, shapes).state_lengths
     except ValueError:
         return backbone, []  # no tokenizers, or none for these fields
     for field, rows in recipe.fields.items():

@@ -11,6 +11,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+from megatron_pulse.backbone.appended_fields import REFERENCE_IMAGE
 from megatron_pulse.backbone.recorded_sizes import GIVES_SIZE, options_at_size
 from megatron_pulse.cli import run_command
 from megatron_pulse.cli.backbone_flags import add_option_flag, option_faults, options_of
@@ -24,9 +25,10 @@ from megatron_pulse.cli.flag_checks import (
     warn,
 )
 from megatron_pulse.cli.import_megatron import prepare_megatron
-from megatron_pulse.cli.models.control_image import continued, controlled, inpainted
+from megatron_pulse.cli.models.control_image import continued, controlled, inpainted, referenced
 from megatron_pulse.cli.models.encoder_flags import (
     add_encoder_flags,
+    add_vae_tiling,
     autoencoder_folder,
     encoder_faults,
     open_encoders,
@@ -145,8 +147,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add(
         "--image FILE",
-        "picture that a model of image to video continues, or of which an inpainting model draws "
-        "parts anew; counts as of --control-image (repeatable)",
+        "picture that a model of image to video continues, of which an inpainting model draws "
+        "parts anew, or that is edited; counts as of --control-image (repeatable)",
         type=Path,
         action="append",
         default=[],
@@ -209,6 +211,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--width W", size, within=PIXELS, type=int)
     add_option_flag(parser, "draw at another size of latents or text length: sample_size=64")
     add("--vae DIR|hf:ID", "decode latents with this AutoencoderKL folder", type=Path)
+    add_vae_tiling(parser, "decode")
     add(
         "--score",
         "share of images that a classifier of these real digits takes for the digit asked for",
@@ -324,7 +327,7 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
         model.arguments.pulse_encoders = str(args.encoders)
     take_encoders_of(args, model.arguments)
     vae = autoencoder_folder(args)
-    drawing = _drawing(vae, model)
+    drawing = _drawing(vae, model, args.vae_tiling)
     kind, rows, request = _asked(args, model, drawing)
     require(_check_model(args, model, kind, rows, drawing))
     warn(noise_left(model.process, args.steps))
@@ -492,7 +495,8 @@ def _asked(
     if args.mask:
         rows, masked = inpainted(list(zip(args.image, args.mask, strict=True)), *of_row)
     else:
-        rows, masked = continued(args.image, *of_row)
+        seen = referenced if REFERENCE_IMAGE in model.backbone.batch_fields else continued
+        rows, masked = seen(args.image, *of_row)
     beside = {**beside, **masked}
     if args.prompt and args.encoders is not None:
         opened = open_encoders(args, model.backbone.name, model.backbone)
@@ -568,6 +572,8 @@ def _check_model(
         faults.append(f"--classes: the model has classes 0-{count - 1}, not {shown}")
     if drawing.autoencoder is not None and model.makes_pixels:
         faults.append("--vae decodes latents, but the model was trained on pixels")
+    if args.vae_tiling and drawing.autoencoder is None:
+        faults.append("--vae-tiling needs an autoencoder: give --vae, or --encoders with one")
     if args.prompt and args.encoders is None and model.no_words:
         faults.append(f"--prompt: {model.no_words}")
     if args.score and (drawing.shape[0] != 1 or drawing.autoencoder is not None):
@@ -577,7 +583,7 @@ def _check_model(
     return faults
 
 
-def _drawing(vae: Path | None, model: TrainedModel) -> SampleDecoder:
+def _drawing(vae: Path | None, model: TrainedModel, tiled: bool) -> SampleDecoder:
     """Decoder of the model's samples into pictures."""
     shape = model.backbone.sample_spec.shape
     if vae is None:
@@ -585,6 +591,6 @@ def _drawing(vae: Path | None, model: TrainedModel) -> SampleDecoder:
     from megatron_pulse.encoders.autoencoder import Autoencoder
     from megatron_pulse.integration.training_encoders import other_autoencoder
 
-    autoencoder = Autoencoder(vae)
+    autoencoder = Autoencoder(vae, tiled=tiled)
     warn(other_autoencoder(autoencoder, model.arguments))
     return SampleDecoder(shape, autoencoder)

@@ -24,6 +24,7 @@ from megatron_pulse.cli.launcher_env import RankOfJob
 from megatron_pulse.cli.models.encoder_flags import (
     add_default_caption,
     add_encoder_flags,
+    add_vae_tiling,
     autoencoder_folder,
     caption_faults,
     encoder_faults,
@@ -89,6 +90,7 @@ def add_write_latents(
     add("--flip", "latents of mirrored pictures too, for --pulse-flip")
     add("--dtype", "type on disk (default fp16)", choices=list(DTYPES), default="fp16")
     add("--vae DIR|hf:ID", "a diffusers AutoencoderKL folder", type=Path)
+    add_vae_tiling(parser, "encode")
     add_encoder_flags(parser)
     add_backbone_flags(parser.add_mutually_exclusive_group(), "backbone that will read the results")
     add_option_flag(parser, "override one of the backbone's options")
@@ -146,8 +148,11 @@ def _check(args: argparse.Namespace) -> list[str]:
                 f"--encoders {args.encoders}: {fault}, or give another as --vae"
                 for fault in autoencoder_faults(args.encoders)
             ]
-    if args.posterior is not None and autoencoder_folder(args) is None:
-        faults.append("--posterior needs an autoencoder: give --vae, or --encoders with one")
+    if autoencoder_folder(args) is None:
+        given = {"--posterior": args.posterior is not None, "--vae-tiling": args.vae_tiling}
+        if alone := " and ".join(flag for flag, is_given in given.items() if is_given):
+            needs = "needs" if sum(given.values()) == 1 else "need"
+            faults.append(f"{alone} {needs} an autoencoder: give --vae, or --encoders with one")
     if args.store_text is not None and args.encoders is None:
         faults.append("--store-text is for --encoders")
     if args.encoders is None and args.vae is None:

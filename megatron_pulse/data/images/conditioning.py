@@ -1,7 +1,8 @@
 """Control picture beside each sample, the input of a control branch (edges, depths, poses).
 
 In training, the control picture of ``photos/a/b.png`` is ``photos.conditioning/a/b.png``, or else
-the only picture of that name with another suffix.
+the only picture of that name with another suffix. Reference pictures, whose tokens follow the
+sample's, are those of ``photos.reference`` in the same way.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron_pulse.backbone.appended_fields import REFERENCE_IMAGE
 from megatron_pulse.data.dataset import (
     CorruptSample,
     DataError,
@@ -31,9 +33,9 @@ CONDITIONING = "conditioning"
 """The batch field."""
 
 
-def others_of(root: Path) -> Path:
-    """Folder with the control pictures of those in ``root``."""
-    return root.with_name(f"{root.name}.{CONDITIONING}")
+def others_of(root: Path, suffix: str = CONDITIONING) -> Path:
+    """Folder with the control pictures (or those of another ``suffix``) of those in ``root``."""
+    return root.with_name(f"{root.name}.{suffix}")
 
 
 class ControlPictures(ImageFiles):
@@ -41,6 +43,8 @@ class ControlPictures(ImageFiles):
 
     what = "control picture"
     """Name of one in messages."""
+    suffix = CONDITIONING
+    """Of the folder with those of a folder's pictures."""
 
     def __init__(
         self,
@@ -81,7 +85,7 @@ class Pairing:
         kind: type[ControlPictures] = ControlPictures,
     ) -> Pairing:
         """Find the control pictures of ``source``, or others of a ``kind`` in ``root``."""
-        root = others_of(source.root) if root is None else root
+        root = others_of(source.root, kind.suffix) if root is None else root
         if not root.is_dir():
             return cls(root, [], [f"there is no folder {root}"], [], kind)
         pairs, faults, listing = list[tuple[Path, Path]](), list[str](), Listing.of(root)
@@ -180,6 +184,29 @@ class Paired(Derived):
     def fingerprints(self, indices: Sequence[int]) -> Sequence[int]:
         pairs = zip(super().fingerprints(indices), self._others.fingerprints(indices), strict=True)
         return [name_hash(f"{own} {other}") for own, other in pairs]
+
+
+class ReferencePictures(ControlPictures):
+    """Reference pictures, cropped and resized as the pictures that they belong to."""
+
+    what = "reference picture"
+    suffix = "reference"
+
+
+class Referenced(Paired):
+    """``source``, whose pictures are ``files``, with the field ``reference_image`` in [-1, 1].
+
+    Raises DataError listing all pictures without a reference picture.
+    """
+
+    def __init__(self, source: DiffusionDataset, files: ImageFiles, verify: bool = False) -> None:
+        pairing, channels = Pairing.of(files, kind=ReferencePictures), files.image_shape[0]
+        super().__init__(source, files, pairing, files.shapes, channels, verify)
+        self.fields = {**source.fields, REFERENCE_IMAGE: FieldSpec(source.image_shape)}
+
+    def conditioning(self, index: int, variation: Variation | None = None) -> dict[str, Tensor]:
+        other = self._others.image(index, variation)
+        return {**super().conditioning(index, variation), REFERENCE_IMAGE: other}
 
 
 class Conditioned(Paired):

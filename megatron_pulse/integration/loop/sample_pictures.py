@@ -159,8 +159,13 @@ def _decoder(
     if folder is None and encoders is not None and (encoders / VAE).is_dir():
         folder = encoders / VAE
     if folder is None or makes_pixels(args):
+        if choice.sample_vae_tiling:
+            raise UserError(
+                f"{_PREFIX}vae-tiling: no autoencoder decodes the samples. Leave it out"
+            )
         return SampleDecoder(backbone.sample_spec.shape, None)
-    return SampleDecoder(backbone.sample_spec.shape, Autoencoder(folder, weighs=weighs))
+    autoencoder = Autoencoder(folder, weighs=weighs, tiled=choice.sample_vae_tiling)
+    return SampleDecoder(backbone.sample_spec.shape, autoencoder)
 
 
 def lacks_pictures(args: argparse.Namespace, choice: SampleChoice, iteration: int) -> bool:

@@ -90,7 +90,7 @@ def _components(
             encoder, length = texts.encoders[place], texts.tokenizers.lengths[place]
             ids = torch.ones(1, length, dtype=torch.int64, device=device)
             given = {"ids": ids, "mask": torch.ones_like(ids)}
-            states = sorted(map(str, recipe.states_of(place)))
+            states = sorted(recipe.states_of(place))
             dtypes[called[place]] = str(encoder.dtype).removeprefix("torch.")
             yield _component(called[place], encoder.pieces, given, states, roofline)
     if is_wanted(VAE) and (folder / VAE).is_dir():

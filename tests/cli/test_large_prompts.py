@@ -1,0 +1,145 @@
+"""Prompts to samples with classes of video and of large pictures: those of diffusers' pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_pulse.cli.main import main
+from megatron_pulse.diffusion.noise import start_noise
+from tests.encoders.pipelines import make_pipeline
+from tests.encoders.test_videos import MADE
+
+STEPS = 3
+HEADS = {"num_attention_heads": 2, "num_layers": 1}
+SCHEDULER = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny pipeline: ``denoiser`` with settings, an autoencoder (name in ``MADE``, or class and
+    settings), text encoders with their classes, flags of ``pulse sample``, and what the pipeline is
+    called with."""
+
+    pipeline: Any
+    denoiser: Any
+    settings: dict[str, Any]
+    vae: str | tuple[Any, dict[str, Any]]
+    encoders: tuple[tuple[Any, str], ...]
+    latents: tuple[int, ...]
+    flags: tuple[str, ...]
+    called: dict[str, Any] = field(default_factory=dict)
+    packed: Callable[[Any, torch.Tensor], torch.Tensor] = lambda pipeline, noise: noise
+    unpacked: Callable[[Any, Any], Any] = lambda pipeline, made: made
+    scheduler: Any = SCHEDULER
+    atol: float = 2e-6
+
+    def write(self, folder: Path) -> None:
+        index: dict[str, Any] = {
+            "_class_name": self.pipeline.__name__,
+            "transformer": ["diffusers", self.denoiser.__name__],
+            "scheduler": ["diffusers", type(self.scheduler).__name__],
+        }
+        kind, settings = MADE[self.vae] if isinstance(self.vae, str) else self.vae
+        index["vae"] = ["diffusers", kind]
+        for i, (_, name) in enumerate(self.encoders):
+            suffix = f"_{i + 1}" if i else ""
+            index[f"text_encoder{suffix}"] = ["transformers", name]
+            index[f"tokenizer{suffix}"] = ["transformers", "PreTrainedTokenizerFast"]
+        make_pipeline(folder, *(encoder for encoder, _ in self.encoders), **index)
+        torch.manual_seed(1)
+        getattr(diffusers, kind)(**settings).save_pretrained(folder / "vae")
+        self.denoiser(**self.settings).save_pretrained(folder / "transformer")
+        self.scheduler.save_pretrained(folder / "scheduler")
+
+
+def sizes(**given: int) -> tuple[str, ...]:
+    return tuple(w for name, size in given.items() for w in ("--option", f"{name}={size}"))
+
+
+NEGATIVE = ("--negative-prompt", "old cat", "--guidance", "2")
+CASES = {
+    "wan": Case(
+        diffusers.WanPipeline,
+        diffusers.WanTransformer3DModel,
+        {
+            **HEADS, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 8,
+            "freq_dim": 16, "ffn_dim": 24, "rope_max_seq_len": 128,
+        },
+        "wan",
+        (("umt5", "UMT5EncoderModel"),),
+        (4, 2, 4, 4),
+        (*sizes(frames=2, height=4, width=4, text_length=7), *NEGATIVE, "--flow-grid", "scheduler"),
+        {
+            "negative_prompt": "old cat", "guidance_scale": 2.0, "num_frames": 5,
+            "max_sequence_length": 7, "height": 32, "width": 32,
+        },
+    ),
+    "hunyuan_video": Case(
+        diffusers.HunyuanVideoPipeline,
+        diffusers.HunyuanVideoTransformer3DModel,
+        {
+            **HEADS, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4,
+            "num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 2, "patch_size_t": 1,
+            "text_embed_dim": 8, "pooled_projection_dim": 12, "rope_axes_dim": (4, 6, 6),
+        },
+        "hunyuan",
+        ((("llama", 8, 8, 4), "LlamaModel"), (("clip", 12, 8, 3, 77), "CLIPTextModel")),
+        (4, 2, 4, 4),
+        (*sizes(frames=2, height=4, width=4, text_length=40), "--guidance", "1"),
+        {"guidance_scale": 3.5, "num_frames": 5, "max_sequence_length": 40, "height": 32,
+         "width": 32},
+    ),
+    "flux2": Case(
+        diffusers.Flux2Pipeline,
+        diffusers.Flux2Transformer2DModel,
+        {
+            **HEADS, "attention_head_dim": 16, "in_channels": 16, "num_single_layers": 1,
+            "joint_attention_dim": 24, "timestep_guidance_channels": 16,
+            "axes_dims_rope": (4, 4, 4, 4),
+        },
+        (
+            "AutoencoderKLFlux2",
+            {
+                "norm_num_groups": 4, "block_out_channels": (8, 12), "layers_per_block": 1,
+                "latent_channels": 4, "down_block_types": ("DownEncoderBlock2D",) * 2,
+                "up_block_types": ("UpDecoderBlock2D",) * 2,
+            },
+        ),
+        ((("mistral", 8, 8, 31), "Mistral3ForConditionalGeneration"),),
+        (16, 2, 3),
+        (*sizes(height=2, width=3, text_length=60), "--guidance", "1"),
+        {"guidance_scale": 3.5, "max_sequence_length": 60, "height": 8, "width": 12},
+        unpacked=lambda pipeline, made: made.mT.unflatten(2, (2, 3)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prompts_give_the_samples_of_the_pipeline(name: str, tmp_path: Path) -> None:
+    case, checkpoint = CASES[name], tmp_path / "checkpoint"
+    case.write(tmp_path)
+    assert main(["import", "--from", str(tmp_path), "--to", str(checkpoint)]) == 0
+    tensors = tmp_path / "samples.safetensors"
+    assert main([
+        "sample", "--load", str(checkpoint), "--raw", "--prompt", "a red bird", "--per-class", "2",
+        "--encoders", str(tmp_path), "--steps", str(STEPS), *case.flags, "-o", str(tensors),
+    ]) == 0  # fmt: skip
+    ours = load_file(tensors)["samples"]
+    pipeline = case.pipeline.from_pretrained(tmp_path)
+    pipeline.set_progress_bar_config(disable=True)
+    noise = start_noise(0, range(2), case.latents)
+    made = pipeline(
+        prompt=["a red bird"] * 2, num_inference_steps=STEPS, output_type="latent",
+        latents=case.packed(pipeline, noise), **case.called,
+    )  # fmt: skip
+    theirs = case.unpacked(pipeline, getattr(made, "frames", getattr(made, "images", None)))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=case.atol)
+    assert ours.std() > 0.1
