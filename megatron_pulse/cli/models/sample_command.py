@@ -347,7 +347,7 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
             shows = sys.stderr.isatty()
             samples = sample_images(model, wanted, settings, args.batch_size, progress=shows)
     weights = "raw" if args.raw else "averaged"
-    sampler, is_flow = describe_sampler(model.process), model.process.objective == Objective.FLOW
+    sampler, objective = describe_sampler(model.process), model.process.objective
     record: dict[str, Any] = {
         "checkpoint": str(model.folder),
         "backbone": model.backbone.name,
@@ -359,8 +359,8 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
         "sampler": sampler,
         "num_steps": args.steps,
         "guidance": guidance,
-        "eta": None if is_flow else args.eta,
-        "flow_grid": args.flow_grid if is_flow else None,
+        "eta": args.eta if objective.has_betas else None,
+        "flow_grid": args.flow_grid if objective == Objective.FLOW else None,
         "seed": args.seed,
         "noise": args.noise,
         kind: asked,
@@ -553,8 +553,10 @@ def _check_model(
     most = process.num_timesteps
     if args.steps > most:
         faults.append(f"--steps is {args.steps:,}; it must be from 1 to {most:,}, {_STEPS_END}")
-    if process.objective == Objective.FLOW and args.eta:
-        faults.append("--eta is DDIM's, and the model's process is flow: leave it out")
+    if not process.objective.has_betas and args.eta:
+        faults.append(
+            f"--eta is DDIM's, and the model's process is {process.objective}: leave it out"
+        )
     if process.objective != Objective.FLOW and args.flow_grid != FlowGrid.EVEN:
         faults.append(
             f"--flow-grid {args.flow_grid} is flow's, and the model's process is "
