@@ -153,7 +153,7 @@ class ProcessChoice:
     """
 
     objective: str | None = flag(
-        "prediction target: noise, velocity, clean sample, flow, or EDM's (SVD) ({unsaid})",
+        "target: noise, velocity, clean sample, flow, or EDM's ({unsaid})",
         choices=[str(objective) for objective in Objective],
     )
     noise_schedule: str | None = flag(
@@ -191,7 +191,7 @@ class ProcessChoice:
         choices=[str(density) for density in TimestepDensity],
     )
     logit_mean: float | None = flag(
-        "mean of logit-normal times, of edm ln sigma (new: 0; edm 0.7)", metavar="M"
+        "mean of logit-normal times or ln sigma (0; edm 0.7)", metavar="M"
     )
     logit_std: float | None = flag(
         "their standard deviation (new process: 1; edm 1.6)", metavar="S"
@@ -202,8 +202,8 @@ class ProcessChoice:
         metavar="S",
     )
     min_time: float | None = flag(
-        "train only times from this share of the process on, 0 (data) to 1 (noise); e.g. one of "
-        "two experts (new process: 0)",
+        "train only times from this share on, 0 (data) to 1 (noise), e.g. of one of two experts "
+        "(new process: 0)",
         metavar="T",
     )
     max_time: float | None = flag("train only times below this share (new process: 1)", metavar="T")

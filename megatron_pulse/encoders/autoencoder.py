@@ -29,9 +29,11 @@ VIDEO_CLASSES = (
     "AutoencoderKLCogVideoX",
     "AutoencoderKLLTXVideo",
     "AutoencoderKLMochi",
+    "AutoencoderKLTemporalDecoder",
 )
-"""Classes that encode videos, several frames together."""
-_FRAMES_FIRST = "AutoencoderKLCogVideoX"
+"""Classes that decode videos, several frames together; SVD's encodes frame by frame."""
+_TEMPORAL_DECODER = "AutoencoderKLTemporalDecoder"
+_FRAMES_FIRST = ("AutoencoderKLCogVideoX", _TEMPORAL_DECODER)
 _NORMALIZATION = ("latents_mean", "latents_std", "shift_factor")
 
 
@@ -48,8 +50,8 @@ class Autoencoder:
 
     An autoencoder of videos (``VIDEO_CLASSES``) takes pixels ``[b, c, F, h, w]``, with F - 1 a
     multiple of its ``frame_factor``, and pictures as videos of one frame. Its latents are ``[b, c',
-    f, h', w']``, CogVideoX's ``[b, f, c', h', w']`` as its transformer takes them. One of pictures
-    takes videos frame by frame.
+    f, h', w']``, those of CogVideoX and SVD ``[b, f, c', h', w']`` as their backbones take them.
+    An autoencoder of pictures takes videos frame by frame.
 
     ``pieces`` are the encoder's layers, of pictures alone. Images are encoded one at a time, since
     the bits may depend on the batch size. ``dtype`` defaults to fp32. fp16 becomes fp32 too unless
@@ -100,15 +102,18 @@ class Autoencoder:
         self.folder = Path(folder)
         self.model = model.eval().requires_grad_(False)
         self.is_video = named in VIDEO_CLASSES
-        self.frames_first = named == _FRAMES_FIRST
+        self.frames_first = named in _FRAMES_FIRST
         """True if latents are ``[b, f, c', h', w']``."""
-        self.pieces = () if self.is_video else image_pieces(self.model)
+        self.has_temporal_decoder = named == _TEMPORAL_DECODER
+        """True of SVD's: its encoder is that of pictures."""
+        encodes_clips = self.is_video and not self.has_temporal_decoder
+        self.pieces = () if encodes_clips else image_pieces(self.model)
         self.latent_channels = int(config.get("z_dim") or model.config.latent_channels)
         self.scale, self.shift = _normalization(folder, self.latent_channels, normalization)
         self.in_channels = int(model.config.in_channels)
         self.frame_factor = 1
         """Frames of pixels for a frame of latents, after the first."""
-        if self.is_video:
+        if encodes_clips:
             patch = config.get("patch_size") or 1 if named == "AutoencoderKLWan" else 1
             self.in_channels = int(model.config.out_channels) // patch**2
             self.frame_factor = _frame_factor(model)
@@ -178,7 +183,7 @@ class Autoencoder:
     def _moments(self, image: Tensor) -> Tensor:
         """Moments of one picture or video."""
         pixels = image.to(self.device, self.dtype)
-        if self.is_video:
+        if not self.pieces:
             moments: Tensor = self.model.encode(pixels).latent_dist.parameters
             return moments
         if pixels.dim() == 5:  # frame by frame
@@ -190,12 +195,26 @@ class Autoencoder:
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents to pixels in [-1, 1]: ``[b, c, h, w]``, of videos ``[b, c, F, h, w]``."""
         latents = latents.to(self.device)
-        inner = latents.transpose(1, 2) if self.frames_first else latents
-        scale, shift = self._normalization_of(inner)
-        pixels = self.model.decode((inner / scale + shift).to(self.dtype)).sample.float()
+        values = self.unscaled(latents).to(self.dtype)
+        pixels = self._pixels(values.transpose(1, 2) if self.frames_first else values).float()
         if not all_finite({PIXELS: pixels}):  # clamped, infinite ones would pass for white
             raise AutoencoderError(self._decodes_wrongly(latents))
         return cast(Tensor, pixels.clamp(-1, 1)).to(latents.device)
+
+    def unscaled(self, latents: Tensor) -> Tensor:
+        """Values of the autoencoder itself, before scale and shift."""
+        inner = latents.transpose(1, 2) if self.frames_first else latents
+        scale, shift = self._normalization_of(inner)
+        values = inner / scale + shift
+        return values.transpose(1, 2) if self.frames_first else values
+
+    def _pixels(self, values: Tensor) -> Tensor:
+        """Pixels of ``unscaled`` values ``[b, c', ...]``."""
+        if not self.has_temporal_decoder:
+            return cast(Tensor, self.model.decode(values).sample)
+        frames = values.transpose(1, 2)
+        decoded = self.model.decode(frames.flatten(0, 1), num_frames=frames.shape[1]).sample
+        return cast(Tensor, decoded.unflatten(0, frames.shape[:2]).transpose(1, 2))
 
     def _decodes_wrongly(self, latents: Tensor) -> str:
         """The fault of pixels that are not finite, and its likely cause."""

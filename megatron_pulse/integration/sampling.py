@@ -19,7 +19,7 @@ from megatron_pulse.backbone.shape_buckets import PATCH_CORNER
 from megatron_pulse.data.captions import WordEncoder
 from megatron_pulse.data.data_record import recorded_data, recorded_provenance
 from megatron_pulse.data.dataset import LATENT, Framing
-from megatron_pulse.data.fields import SIZES, constants, made_otherwise
+from megatron_pulse.data.fields import APART, SIZES, constants, made_otherwise
 from megatron_pulse.data.images.conditioning import CONDITIONING
 from megatron_pulse.data.picture_choice import RANDOM
 from megatron_pulse.diffusion.noise import diffusers_noises
@@ -121,6 +121,8 @@ class Request:
     count: int
     fields: Fields
     null: Fields
+    drawn_before: tuple[int, ...] = ()
+    """Shape of what a diffusers pipeline's generator draws before the noise of samples."""
 
     def part(self, first: int, end: int) -> Request:
         """Request for the samples from ``first`` to ``end`` (excluded).
@@ -129,7 +131,7 @@ class Request:
         """
         rows = self.rows(first, end)
         fields = {name: value[rows] for name, value in self.fields.items()}
-        return Request(end - first, fields, self.null)
+        return replace(self, count=end - first, fields=fields)
 
     def rows(self, first: int, end: int) -> Tensor:
         """Indices of the samples of a part."""
@@ -264,6 +266,8 @@ def _request(model: TrainedModel, count: int, given: Fields, null: Fields) -> Re
             f"{model.backbone.name} also reads {', '.join(sorted(lacking))}. Give "
             f"{' and '.join(with_)}{', or ' * bool(with_)}--from-data"
         )
+    if read >= {*APART}:
+        null = {**{name: torch.zeros_like(given[name][0]) for name in APART}, **null}
     if (no_class := model.backbone.null_label) is not None:
         null = {**null, "labels": torch.tensor(no_class)}
     return Request(
@@ -348,7 +352,8 @@ class Sampler:
     """Settings of sampling, as ``sample`` takes them; ``noise`` is each sample's or diffusers'."""
 
     num_steps: int
-    guidance: float
+    guidance: float | tuple[float, float]
+    """One scale, or those of the first and the last frame; the others lie between them."""
     seed: int
     eta: float = 0.0
     noise: SamplingNoise = SamplingNoise.PER_SAMPLE
@@ -412,7 +417,8 @@ def sample_parts(
     part, shape = request.part(first, end), model.backbone.sample_spec.shape
     noises: Iterator[Tensor] | None = None
     if sampler.noise == SamplingNoise.DIFFUSERS:
-        whole = diffusers_noises(sampler.seed, request.count, range(request.count), shape)
+        rows = range(request.count)
+        whole = diffusers_noises(sampler.seed, request.count, rows, shape, request.drawn_before)
         noises = (noise[request.rows(first, end)] for noise in whole)
 
     def predict(noisy: Tensor, timesteps: Tensor, conditioning: Fields) -> Tensor:
@@ -426,7 +432,7 @@ def sample_parts(
         part.count,
         part.fields,
         num_steps=sampler.num_steps,
-        guidance_scale=sampler.guidance,
+        guidance_scale=_scales(model, sampler.guidance),
         seed=sampler.seed,
         null=request.null,
         progress=progress,
@@ -437,3 +443,13 @@ def sample_parts(
         noises=noises,
         flow_grid=sampler.flow_grid,
     )
+
+
+def _scales(model: TrainedModel, guidance: float | tuple[float, float]) -> float | Tensor:
+    """Guidance scales as ``sample`` takes them; raises ValueError."""
+    if not isinstance(guidance, tuple):
+        return guidance
+    if not {*APART} <= model.backbone.batch_fields.keys():
+        raise ValueError(f"guidance {guidance}: only SVD's grows over the frames; give one number")
+    num_frames = model.backbone.sample_spec.shape[0]
+    return torch.linspace(*guidance, num_frames).view(-1, 1, 1, 1)

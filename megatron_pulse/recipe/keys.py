@@ -126,6 +126,7 @@ class Data:
     crop: Literal["center", "random"] | None = key("where pictures are cropped", "--pulse-crop")
     fps: Positive | None = key("frames a second of clips", "--pulse-fps")
     frame_stride: Count | None = key("every so many are taken", "--pulse-frame-stride")
+    motion_bucket: NotNegative | None = key("of SVD's clips", "--pulse-motion-bucket")
     clip_start: Literal["middle", "random"] | None = key(
         "where clips begin in films", "--pulse-clip-start"
     )
