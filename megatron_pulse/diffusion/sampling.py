@@ -25,6 +25,8 @@ from megatron_pulse.errors import format_faults
 from megatron_pulse.progress import track
 
 Fields = Mapping[str, Tensor]
+type GuidanceScale = float | Tensor | Callable[[float], float]
+"""Guidance scale: one, one for each element of a sample, or a function of the timestep."""
 ModelFunction = Callable[[Tensor, Tensor, Fields], Tensor]
 """(x_t ``[b, c, h, w]``, timesteps float32 ``[b]``, conditioning ``[b, ...]``) -> prediction."""
 
@@ -37,7 +39,7 @@ def sample(
     count: int,
     conditioning: Fields,
     num_steps: int,
-    guidance_scale: float | Tensor = 1.0,
+    guidance_scale: GuidanceScale = 1.0,
     seed: int = 0,
     eta: float = 0.0,
     null: Fields | None = None,
@@ -58,7 +60,8 @@ def sample(
     Guidance (Ho & Salimans 2022) evaluates the model on ``[conditional; unconditional]``, a batch
     of twice ``count``, unless ``guidance_scale`` is 1. The unconditional half takes the values of
     ``null`` (without batch dimension). A tensor of scales is broadcast to ``shape``; SVD's grow
-    from frame to frame. A learned sigma is ignored (see ``predicted_mean``).
+    from frame to frame. Experts may have scales of their own. A learned sigma is ignored (see
+    ``predicted_mean``).
 
     ``eta`` is DDIM's (Song et al. 2021, eq. 16). Flow's Euler is stochastic if the published
     scheduler is. ``clip`` bounds DDIM's estimate of x_0 (1 for pixels in [-1, 1], None for
@@ -89,7 +92,7 @@ def sample(
         if process.objective.has_betas
         else partial(_euler_step, stochastic=is_stochastic(process))
     )
-    is_guided = isinstance(guidance_scale, Tensor) or guidance_scale != 1
+    is_guided = guides(guidance_scale)
     guided = (
         {
             name: torch.cat([value, _repeated(null[name], count) if name in null else value])
@@ -115,7 +118,8 @@ def sample(
         if not is_guided:
             return mean
         conditional, unconditional = mean.chunk(2)
-        return unconditional + guidance_scale * (conditional - unconditional)
+        scale = guidance_scale(float(timestep)) if callable(guidance_scale) else guidance_scale
+        return unconditional + scale * (conditional - unconditional)
 
     for timestep in track(scheduler.timesteps, "sampling", "steps", silent=not progress):
         x = step(scheduler, predict(x, timestep), timestep, x, noises)
@@ -161,10 +165,15 @@ def _repeated(value: Tensor, count: int) -> Tensor:
     return value.expand(count, *value.shape)
 
 
+def guides(scale: GuidanceScale) -> bool:
+    """True unless the scale is 1 at all times."""
+    return not isinstance(scale, int | float) or scale != 1
+
+
 def setting_faults(
     process: DiffusionProcess,
     num_steps: int,
-    guidance_scale: float | Tensor,
+    guidance_scale: GuidanceScale,
     eta: float,
     flow_grid: FlowGrid,
     has_null: bool,
@@ -173,7 +182,7 @@ def setting_faults(
     faults = []
     if not 1 <= num_steps <= process.num_timesteps:
         faults.append(f"num_steps is {num_steps}; use 1 to {process.num_timesteps}")
-    if not has_null and (isinstance(guidance_scale, Tensor) or guidance_scale != 1):
+    if not has_null and guides(guidance_scale):
         faults.append("guidance needs null values: the values of dropped conditioning in training")
     if not 0 <= eta <= 1 or (eta > 0 and not process.objective.has_betas):
         faults.append(f"eta is {eta}; DDIM takes 0 to 1, Euler steps only 0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +26,7 @@ from megatron_pulse.diffusion.noise import diffusers_noises
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import FlowGrid, ProcessChoice, SamplingNoise
 from megatron_pulse.diffusion.process_from_flags import chosen_process
-from megatron_pulse.diffusion.sampling import Fields, sample
+from megatron_pulse.diffusion.sampling import Fields, GuidanceScale, sample
 from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.tokens import changed_since, recorded_by
 from megatron_pulse.errors import format_faults
@@ -73,6 +73,8 @@ class TrainedModel:
     folder: Path
     changes: tuple[str, ...] = ()
     """Differences from the model as it was trained, in words."""
+    move: Callable[[torch.device], object] = lambda device: None
+    """Move the weights to a device."""
 
     @property
     def num_classes(self) -> int | None:
@@ -287,19 +289,21 @@ def load_model(
     choice: ProcessChoice | None = None,
     chain: str | None = None,
     frozen_folder: Path | None = None,
+    on_host: bool = False,
 ) -> TrainedModel:
     """Load the backbone of a checkpoint on one process, with EMA weights if ``averaged``.
 
     ``data`` replaces the data set of the training. ``options`` replace options that are not part of
     the model. ``choice`` replaces settings of the diffusion process. ``chain`` names one chain of a
-    cascade. ``frozen_folder`` is the present place of an adapter's frozen weights. Raises
-    CheckpointError if there is no checkpoint, no EMA, or another model in it.
+    cascade. ``frozen_folder`` is the present place of an adapter's frozen weights. ``on_host``
+    keeps the weights on the host (see ``TrainedModel.move``). Raises CheckpointError if there is no
+    checkpoint, no EMA, or another model in it.
     Raises ValueError for invalid options or choices.
     """
     saved = read_saved_run(load, iteration, frozen_folder).of_chain(chain)
     backbone, stage = load_whole(saved, averaged=averaged, options=options)
     device = compute_device()
-    stage.to(device).eval()
+    stage.to("cpu" if on_host else device).eval()
     kinds = {
         name: torch.float32 if spec.dtype == COMPUTE else getattr(torch, spec.dtype)
         for name, spec in backbone.batch_fields.items()
@@ -319,7 +323,7 @@ def load_model(
             found.append(outputs[0].to(noisy.device))
         return torch.cat(found)
 
-    return trained_model(saved, backbone, predict, data, choice)
+    return replace(trained_model(saved, backbone, predict, data, choice), move=stage.to)
 
 
 def trained_model(
@@ -358,6 +362,8 @@ class Sampler:
     eta: float = 0.0
     noise: SamplingNoise = SamplingNoise.PER_SAMPLE
     flow_grid: FlowGrid = FlowGrid.EVEN
+    low_noise: tuple[float, float] | None = None
+    """Timestep of a boundary, and the scale below it."""
 
 
 def sample_images(
@@ -432,7 +438,7 @@ def sample_parts(
         part.count,
         part.fields,
         num_steps=sampler.num_steps,
-        guidance_scale=_scales(model, sampler.guidance),
+        guidance_scale=_scales(model, sampler),
         seed=sampler.seed,
         null=request.null,
         progress=progress,
@@ -445,8 +451,12 @@ def sample_parts(
     )
 
 
-def _scales(model: TrainedModel, guidance: float | tuple[float, float]) -> float | Tensor:
+def _scales(model: TrainedModel, sampler: Sampler) -> GuidanceScale:
     """Guidance scales as ``sample`` takes them; raises ValueError."""
+    guidance = sampler.guidance
+    if sampler.low_noise is not None and not isinstance(guidance, tuple):
+        high, (boundary, low) = guidance, sampler.low_noise
+        return lambda timestep: high if timestep >= boundary else low
     if not isinstance(guidance, tuple):
         return guidance
     if not {*APART} <= model.backbone.batch_fields.keys():

@@ -198,6 +198,24 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=parse_guidance,
     )
     add(
+        "--low-noise DIR",
+        "checkpoint of the expert for times below the boundary (Wan 2.2: transformer_2); --load is "
+        "that for later ones",
+        type=Path,
+    )
+    add(
+        "--boundary-ratio R",
+        "share of the process where --low-noise begins (default: where --pulse-min-time of the one "
+        "and --pulse-max-time of the other meet)",
+        type=FROM_ZERO_TO_ONE.read,
+    )
+    add(
+        "--low-noise-guidance W",
+        "guidance of --low-noise (default: --guidance)",
+        within=FROM_ZERO,
+        type=float,
+    )
+    add(
         "--eta E",
         "DDIM's share of fresh noise in each step, 0 to 1; not for flow (default 0)",
         type=FROM_ZERO_TO_ONE.read,
@@ -273,10 +291,10 @@ def run(args: argparse.Namespace) -> None:
             sys.exit(2)
 
 
-def _load(args: argparse.Namespace, job: SamplingJob | None) -> TrainedModel:
+def _load(args: argparse.Namespace, job: SamplingJob | None, on_host: bool = False) -> TrainedModel:
     from megatron_pulse.integration.sampling import load_model
 
-    load = load_model if job is None else job.load_model
+    load = partial(load_model, on_host=on_host) if job is None else job.load_model
     with as_user_error(ValueError):
         return load(
             args.load,
@@ -325,9 +343,15 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
     from megatron_pulse.data.digit_score import digit_score
     from megatron_pulse.diffusion.sampling import noise_left
     from megatron_pulse.diffusion.scheduler_export import describe_sampler
+    from megatron_pulse.integration.experts import with_low_noise
     from megatron_pulse.integration.sampling import Sampler, sample_images
 
-    model = _load(args, job)
+    model, boundary = _load(args, job), 0.0
+    if args.low_noise is not None:
+        second = {"load": args.low_noise, "iteration": None}
+        low = _load(argparse.Namespace(**{**vars(args), **second}), None, on_host=True)
+        with as_user_error(ValueError):
+            model, boundary = with_low_noise(model, low, args.boundary_ratio)
     for change in model.changes:
         print(change, file=sys.stderr)
     if (shapes := model.backbone.num_shapes) > 1:
@@ -358,6 +382,7 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
         args.eta,
         SamplingNoise(args.noise),
         FlowGrid(args.flow_grid),
+        None if args.low_noise_guidance is None else (boundary, args.low_noise_guidance),
     )
     with as_user_error(ValueError, OSError):
         if job is not None:
@@ -369,6 +394,8 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
     sampler, objective = describe_sampler(model.process), model.process.objective
     record: dict[str, Any] = {
         "checkpoint": str(model.folder),
+        "low_noise": None if args.low_noise is None else str(args.low_noise),
+        "boundary_ratio": boundary / model.process.num_timesteps or None,
         "backbone": model.backbone.name,
         "options": options_of(args),
         "height": args.height,
@@ -481,6 +508,18 @@ def _check(args: argparse.Namespace) -> list[str]:
     ]
     if args.data is not None and args.from_data is None:
         faults.append("--data is for --from-data")
+    if args.low_noise is None:
+        for name in ("boundary-ratio", "low-noise-guidance"):
+            if getattr(args, name.replace("-", "_")) is not None:
+                faults.append(f"--{name} is for --low-noise")
+    elif not args.low_noise.is_dir():
+        faults.append(f"--low-noise {args.low_noise} is not a folder of a checkpoint")
+    elif (args.devices or int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        faults.append("--low-noise: two experts are sampled in one process: leave --devices out")
+    elif isinstance(args.guidance, tuple):
+        faults.append(f"--guidance {guidance_text(args.guidance)}: give one number to two experts")
+    elif args.low_noise_guidance is not None and args.guidance in (None, 1):
+        faults.append("--low-noise-guidance: also give --guidance, other than 1")
     if args.classes is not None:
         with collecting(faults):
             parse_classes(args.classes)
