@@ -26,8 +26,10 @@ from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.sample_decoder import SampleDecoder
+from megatron_pulse.recipe.examples import example_text
 from tests.data.films import frames_by_pyav, write_film
 from tests.integration.runs import alone, assert_same, pipeline, run
+from tests.ranks import run_ranks
 from tests.svd_pipeline import FRAMES, SIDE, make_pipeline
 
 pytest.importorskip("av")
@@ -181,3 +183,27 @@ def test_samples_are_those_of_the_pipeline_and_of_its_export(made: Made, tmp_pat
     torch.testing.assert_close(samples, latents, rtol=0, atol=1e-5)
     decoded = SampleDecoder((FRAMES, 4, 8, 8), Autoencoder(made.root / "pipeline/vae"))(samples)
     torch.testing.assert_close(decoded / 2 + 0.5, films, rtol=0, atol=1e-4)
+
+
+def test_the_recipe_trains_and_draws(made: Made, tmp_path: Path) -> None:
+    """In small: other weights, data and sizes, and nothing else of its text."""
+    text = example_text("svd").replace("hf:stabilityai/stable-video-diffusion-img2vid", "PIPELINE")
+    for name, value in {
+        "runs/svd": tmp_path / "run", "PIPELINE": made.root / "pipeline",
+        "height = 72": "height = 8", "width = 128": "width = 8",
+        "latents:clips": f"latents:{made.root / 'latents'}",
+    }.items():  # fmt: skip
+        assert name in text
+        text = text.replace(name, str(value))
+    (tmp_path / "recipe.toml").write_text(text)
+    words = ["training.steps=1", "training.batch_size=4", "training.micro_batch_size=2"]
+    words += ["training.dtype=fp32", "parallel.pipeline=2", "parallel.solver=none"]
+    words += ["validation.batches=0", "samples.steps=2", "optimizer.warmup_steps=0"]
+    run_ranks(2, _train, [str(tmp_path / "recipe.toml"), *words])
+    drawn = [*(tmp_path / "run/samples").rglob("*.*")]
+    assert any(path.suffix in (".png", ".gif") for path in drawn), drawn
+
+
+def _train(words: list[str]) -> None:
+    """As in a process that torchrun starts."""
+    assert main(["train", *words]) == 0
