@@ -20,6 +20,7 @@ from megatron_pulse.recipe.examples import (
     example_class,
     example_names,
     example_text,
+    example_traced,
 )
 
 _SECONDS = 6.0
@@ -51,7 +52,7 @@ def device_table(clusters: Sequence[str], recipe: str | None = None) -> list[str
                 "a recipe's backbone with 'pulse tune --cluster'"
             )
         places.append(place)
-    planned = [name for name in example_names() if example_backbone(name)]
+    planned = [name for name in example_names() if example_backbone(name) or example_traced(name)]
     if recipe is not None and recipe not in planned:
         raise UserError(unknown_name("recipe", recipe, planned))
     names: list[tuple[str, str | None]]
@@ -79,12 +80,15 @@ def _fewest(name: str, place: Cluster, quantization: str | None) -> tuple[Profil
     parser = argparse.ArgumentParser()
     tune_command.add_command(parser.add_subparsers())
     model = ["--backbone", str(example_backbone(name))]
+    options: dict[str, object] = {}
+    if (traced := example_traced(name)) is not None:
+        model, options = ["--module", traced[0]], dict(traced[1])
     quantization = quantization or recipe.get("quantization", {}).get("type")
     if quantization:
         model = ["--module", str(example_class(name)), "--quantization", quantization]
     words = ["tune", "--cluster", place.name, *model]
     words += ["--global-batch-size", str(recipe["training"]["batch_size"])]
-    for option, value in recipe["model"].get("options", {}).items():
+    for option, value in {**options, **recipe["model"].get("options", {})}.items():
         words += ["--option", f"{option}={value}"]
     for key, value in recipe.get("adapter", {}).items():
         words += [f"--adapter{'' if key == 'type' else f'-{key}'}", str(value)]

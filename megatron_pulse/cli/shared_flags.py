@@ -126,7 +126,7 @@ def shape_faults(args: argparse.Namespace) -> list[str]:
     clips = read_flags(ClipChoice, args)
     faults += [*flag_faults(clips)]
     if (args.frames is not None or clips != ClipChoice()) and not films:
-        faults.append("--frames, --fps and --frame-stride are for videos:PATH")
+        faults.append("--frames, --fps, --frame-stride, --motion-bucket are for videos:PATH")
     if films and choice.buckets == AUTO:
         faults.append("--buckets auto is for pictures: give clips a list of shapes, and --frames")
     asked = choice.resolution is not None or choice.buckets is not None

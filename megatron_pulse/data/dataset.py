@@ -72,12 +72,15 @@ class Framing:
     """Scaling and crop between an image and the picture made from it.
 
     An image of ``original`` (height, width) was scaled. The picture is the part of size ``target``
-    from the corner ``crop`` (top, left; in pixels after scaling).
+    from the corner ``crop`` (top, left; in pixels after scaling). A clip has ``fps`` frames a
+    second and a ``motion_bucket``; the defaults are those of SVD's pipeline.
     """
 
     original: tuple[int, int]
     crop: tuple[int, int]
     target: tuple[int, int]
+    fps: int = 7
+    motion_bucket: float = 127.0
 
     @classmethod
     def whole(cls, size: tuple[int, int]) -> Framing:

@@ -11,7 +11,7 @@ Some other fields have a default if the data lacks them:
 ``resolution``      PixArt's (height, width)
 ``aspect_ratio``    PixArt's (height / width,)
 ``patch_corner``    (0, 0): a whole sample, in patch-wise training
-``added_time_ids``  SVD's (frames a second - 1, motion bucket, noise augmentation): (6, 127, 0)
+``added_time_ids``  SVD's (frames a second - 1, motion bucket, noise augmentation) of the clip
 ==================  =========================================================================
 
 In ``time_ids`` and ``image_meta_size``, the first height and width are those of the image file. The
@@ -22,7 +22,8 @@ the field ``framing``. In sampling the image is the requested picture, without a
 Dropping a sample's conditioning for classifier-free guidance turns states to zeros (or to the
 data's null values) and their masks to ones. Fields that describe the picture's format (all above
 but the masks) stay. So do a control image (``conditioning``, see ``images/conditioning.py``) and
-appended fields (``backbone/appended_fields.py``), but for SVD's ``image_latent``.
+appended fields (``backbone/appended_fields.py``), but for ``image_latent``. Of a backbone that also
+reads ``image_embedding`` (SVD), training drops the two together, and each alone (``APART``).
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megatron_pulse.backbone.appended_fields import APPENDED, IMAGE_LATENT
+from megatron_pulse.backbone.appended_fields import (
+    APPENDED,
+    IMAGE_EMBEDDING,
+    IMAGE_LATENT,
+    TIME_IDS,
+)
 from megatron_pulse.backbone.shape_buckets import PATCH_CORNER
 from megatron_pulse.data.captions import Encoded, Tokenizes
 from megatron_pulse.data.dataset import (
@@ -53,9 +59,12 @@ FRAMING = "framing"
 FRAMING_SPEC = FieldSpec((6,), "int64")
 SIZES = frozenset({"time_ids", "image_meta_size", "resolution", "aspect_ratio"})
 """Fields that describe a picture's size."""
+OF_FRAMING = SIZES | {TIME_IDS}
+"""Fields that a sample's framing gives."""
+APART = (IMAGE_EMBEDDING, IMAGE_LATENT)
+"""Fields of SVD's first frame: each probability of dropping is of the one, the other, and both."""
 KEPT = frozenset(
-    {"guidance", CONDITIONING, FRAMING, PATCH_CORNER, "added_time_ids", *SIZES}
-    | APPENDED - {IMAGE_LATENT}
+    {"guidance", CONDITIONING, FRAMING, PATCH_CORNER, *OF_FRAMING} | APPENDED - {IMAGE_LATENT}
 )
 """Fields that a dropped sample keeps."""
 
@@ -150,7 +159,7 @@ def default_value(name: str, spec: FieldSpec, framing: Framing) -> Tensor | None
         "resolution": [height, width],
         "aspect_ratio": [height / width],
         PATCH_CORNER: [0, 0],
-        "added_time_ids": [6, 127, 0],
+        TIME_IDS: [framing.fps - 1, framing.motion_bucket, 0],
     }
     if name.endswith("_mask"):
         return torch.ones(spec.shape, dtype=spec.torch_dtype)
@@ -198,7 +207,7 @@ class Fitted(Derived):
         self.fields = dict(wanted)
         self.latent_shape = taken.latent_shape
         self._constants = constants(wanted, source.fields, Framing.whole(source.pixel_size))
-        framed = SIZES & self._constants.keys() if self.frames else ()
+        framed = OF_FRAMING & self._constants.keys() if self.frames else ()
         self._framed = {name: wanted[name] for name in framed}
         self._taken = [name for name in wanted if name in source.fields]
         if taken.tokenize is not None:

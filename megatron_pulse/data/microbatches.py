@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_pulse.data.augmentation import NO_AUGMENTATION, Augmentation
 from megatron_pulse.data.buckets import Buckets
 from megatron_pulse.data.dataset import DataError, DiffusionDataset, Variation
+from megatron_pulse.data.fields import APART
 from megatron_pulse.data.sampler import Item, MicrobatchSampler, PairSampler, readable
 from megatron_pulse.diffusion.loss import PLAIN, LossChoice
 from megatron_pulse.diffusion.noise import Stream, draw, encoder_drops, offset_noise
@@ -69,7 +70,8 @@ def make_microbatch(
 
     A ``dropped`` sample loses its label and its other conditioning together. Its values become
     ``null_label`` (None keeps labels) and those of the dataset's ``null_of``. A sample with an
-    empty caption is ``dropped`` too, but keeps its label.
+    empty caption is ``dropped`` too, but keeps its label. With the fields of ``APART``, two further
+    shares of ``drop_probability`` lose one of them alone, as public trainers of SVD do.
 
     ``encoder_dropout`` has probabilities by text encoder, each drawn by itself: the encoder's parts
     of the fields (see ``text_parts``) become those of the empty caption. ``NAME_dropped`` bool
@@ -162,6 +164,12 @@ def make_microbatch(
         ]
         for row, index, names in zip(given, taken, unseen, strict=True):
             row |= _without_texts(row, part, index, names)
+        if training and part.fields.keys() >= {*APART}:
+            for row, drawn in zip(given, rows, strict=True):
+                share = int(drawn.drop / drop_probability) if drop_probability else 0
+                if 1 <= share <= len(APART):
+                    name = APART[share - 1]
+                    row[name] = torch.zeros_like(row[name])
         batch.update({name: torch.stack([row[name] for row in given]) for name in part.fields})
     found = {"timesteps": timesteps} | ({"pixels": torch.stack(images)} if reads else {})
     visited = list(zip(taken, varied, strict=True)) if needs_image else []

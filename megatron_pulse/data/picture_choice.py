@@ -102,6 +102,9 @@ class ClipChoice:
     frame_stride: int = flag(
         "every so many frames are one of a clip (default 1)", 1, metavar="N", within=FROM_ONE
     )
+    motion_bucket: float = flag(
+        "motion in clips, which SVD reads (default 127)", 127.0, metavar="M", within=FROM_ZERO
+    )
 
 
 def _keep_tags(choice: AugmentationChoice) -> str | None:

@@ -2,7 +2,8 @@
 
 A weight depends on the signal-to-noise ratio s of a timestep: abar / (1 - abar), for flow
 ((1 - t) / t)^2. Published weights of one objective are converted to the others. If the squared
-error of the clean sample is e, those of epsilon, v and flow are s e, (s + 1) e and e / t^2.
+error of the clean sample is e, those of epsilon, v (and EDM) and flow are s e, (s + 1) e and
+e / t^2.
 Validation uses the plain mean squared error, so that its losses compare between runs.
 """
 
@@ -121,10 +122,10 @@ class LossChoice:
                 f"--pulse-loss-weighting {self.loss_weighting} is for flow, not for "
                 f"{process.objective}: give min-snr, debiased or p2"
             ]
-        if self.learned_sigma and is_flow:
+        if self.learned_sigma and not process.objective.has_betas:
             return [
-                "--pulse-learned-sigma: flow has no variance to learn. Leave it out, or give "
-                "--pulse-objective epsilon, v or sample"
+                f"--pulse-learned-sigma: {process.objective} has no variance to learn. Leave it "
+                "out, or give --pulse-objective epsilon, v or sample"
             ]
         if process.zero_terminal_snr and self.noise_offset:
             return [
@@ -223,7 +224,7 @@ def _error_ratio(process: DiffusionProcess, timesteps: Tensor, snr: Tensor) -> T
     """Squared error of the objective's prediction over that of the clean sample."""
     if process.objective == Objective.EPSILON:
         return snr
-    if process.objective == Objective.V:
+    if process.objective in (Objective.V, Objective.EDM):
         return snr + 1
     if process.objective == Objective.FLOW:
         return 1 / _flow_time(process, timesteps) ** 2

@@ -34,6 +34,7 @@ class Stream(IntEnum):
     PATCH_SIZE = 10
     ENCODER_DROPOUT = 11
     INPAINT_MASK = 12
+    FIRST_FRAME = 13
 
 
 class Draw(NamedTuple):
@@ -84,6 +85,16 @@ def offset_noise(seed: int, sample_index: int, draw: int, num_channels: int) -> 
     return torch.from_numpy(generator.standard_normal((num_channels, 1, 1), dtype=np.float32))
 
 
+def first_frame_noise(
+    seed: int, sample_index: int, draw: int, shape: tuple[int, ...]
+) -> tuple[float, Tensor]:
+    """Normal number that decides the strength of a first frame's noise, and the noise of ``shape``
+    itself."""
+    generator = np.random.Generator(philox(seed, Stream.FIRST_FRAME, sample_index, draw))
+    strength = float(generator.standard_normal())
+    return strength, torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
+
+
 def encoder_drops(seed: int, sample_index: int, draw: int, count: int) -> list[float]:
     """Uniform numbers in [0, 1), one for the text encoder at each place; each is independent of
     ``count``.
@@ -106,14 +117,16 @@ def sample_noises(seed: int, indices: range, shape: tuple[int, ...]) -> Iterator
 
 
 def diffusers_noises(
-    seed: int, total: int, indices: range, shape: tuple[int, ...]
+    seed: int, total: int, indices: range, shape: tuple[int, ...], before: tuple[int, ...] = ()
 ) -> Iterator[Tensor]:
     """Rows ``indices`` of a diffusers pipeline's noise for a batch of ``total`` samples.
 
     The noise is that of ``randn_tensor`` in float32 with ``torch.Generator().manual_seed(seed)``:
     the starting noise first, then that of each stochastic step. A whole batch is one draw, so the
-    values depend on ``total``.
+    values depend on ``total``. A pipeline that adds noise to its first frames draws it ``before``.
     """
     generator = torch.Generator().manual_seed(seed)
+    if before:
+        torch.randn(before, generator=generator)
     while True:
         yield torch.randn((total, *shape), generator=generator)[indices.start : indices.stop]

@@ -42,6 +42,10 @@ VALIDATION_TIMES = 8
 """Number of times at which validation losses are taken."""
 MODE_SCALE = 1.29
 """Scale of the mode density that Esser et al. 2024 found best."""
+EDM_MEAN, EDM_STD = 0.7, 1.6
+"""Mean and deviation of ln sigma in training SVD (Blattmann et al. 2023, appendix D)."""
+_CLOSEST = 1e-12
+"""Distance of EDM's times from 0 and 1, at which sigma is 0 and infinite."""
 _OF_LOGIT_NORMAL = {"logit_mean": 0.0, "logit_std": 1.0}
 _OF_FLOW = {"shift": 1.0, **_OF_LOGIT_NORMAL, "mode_scale": MODE_SCALE}
 _SPEED_FROM, _SPEED_RATIO = 0.7, 5.0
@@ -56,7 +60,13 @@ class DiffusionProcess:
     itself) noise with diffusers' DDPMScheduler. ``flow`` is rectified flow (Liu et al. 2022): with
     t in [0, 1], x_t = (1 - t) x_0 + t eps and the target is eps - x_0.
 
-    Timesteps are float32 in [0, ``num_timesteps``) for every objective (flow's t is scaled), so a
+    ``edm`` is Karras et al. 2022, table 1, with sigma_data 1 and c_skip, c_out as SVD has them. The
+    backbone sees c_in (x_0 + sigma eps), c_in = 1 / sqrt(1 + sigma^2), and the timestep c_noise =
+    ln(sigma) / 4. The loss of the denoised sample, weighted by 1 / c_out^2, is the squared error of
+    the backbone's output to c_in (eps - sigma x_0): of v at a continuous sigma. Its times are
+    sigma / (1 + sigma), so that logit-normal times are a log-normal sigma.
+
+    Other timesteps are float32 in [0, ``num_timesteps``) (flow's t is scaled), so a
     backbone's sinusoidal embedding sees one range. ``beta_start`` and ``beta_end`` default to
     Stable Diffusion's for ``scaled_linear`` and DDPM's for ``linear``. ``cosine`` has none.
     ``trained`` has ``trained_betas`` instead, one for each timestep. ``zero_terminal_snr`` rescales
@@ -101,7 +111,7 @@ class DiffusionProcess:
             fill("shift", DynamicShift(**self.shift))
         if self.trained_betas is not None:
             fill("trained_betas", tuple(self.trained_betas))
-        if self.schedule is None and self.objective != Objective.FLOW:
+        if self.schedule is None and self._has_betas:
             trained = self.trained_betas is not None
             fill("schedule", NoiseSchedule.TRAINED if trained else NoiseSchedule.SCALED_LINEAR)
         if self.schedule in _BETAS:
@@ -114,6 +124,10 @@ class DiffusionProcess:
         fill("objective", Objective(self.objective))
         fill("schedule", None if self.schedule is None else NoiseSchedule(self.schedule))
         fill("density", TimestepDensity(self.density))
+
+    @property
+    def _has_betas(self) -> bool:
+        return self.objective not in tuple(Objective) or Objective(self.objective).has_betas
 
     def _faults(self) -> list[str]:
         faults = [
@@ -144,9 +158,9 @@ class DiffusionProcess:
     def _faults_of_betas(self) -> list[str]:
         given = [name for name in _OF_BETAS if getattr(self, name) is not None]
         given += ["zero_terminal_snr"] * self.zero_terminal_snr
-        if self.objective == Objective.FLOW:
+        if not self._has_betas:
             return (
-                [f"{', '.join(given)}: not allowed, since flow has no noise schedule"]
+                [f"{', '.join(given)}: not allowed, since {self.objective} has no noise schedule"]
                 if given
                 else []
             )
@@ -200,13 +214,17 @@ class DiffusionProcess:
         ]
 
     def _faults_of_flow(self) -> list[str]:
-        if self.objective != Objective.FLOW:
+        if self._has_betas:
             given = [name for name, default in _OF_FLOW.items() if getattr(self, name) != default]
             if self.density not in (TimestepDensity.UNIFORM, TimestepDensity.SPEED):
                 given.append("density")
             return [f"{', '.join(given)}: only for flow, not {self.objective}"] if given else []
+        if self.objective == Objective.EDM and self.shift != 1:
+            return ["shift: only for flow, not edm; give another mean of ln sigma"]
         if self.density == TimestepDensity.SPEED:
-            return ["the density speed is not for flow: give logit_normal, mode or cosmap"]
+            return [
+                f"the density speed is not for {self.objective}: give logit_normal, mode or cosmap"
+            ]
         if self.density != TimestepDensity.LOGIT_NORMAL and (
             (self.logit_mean, self.logit_std) != (0, 1)
         ):
@@ -258,6 +276,13 @@ class DiffusionProcess:
             t = min(max(self._time(u), self.min_time), math.nextafter(self.max_time, 0))
         else:
             t = self._time(u)
+        return self._timestep_at(t)
+
+    def _timestep_at(self, t: float) -> float:
+        """Timestep of a time in [0, 1]."""
+        if self.objective == Objective.EDM:
+            t = min(max(t, _CLOSEST), 1 - _CLOSEST)
+            return math.log(t / (1 - t)) / 4
         if self.objective != Objective.FLOW:
             return float(min(int(t * self.num_timesteps), self.num_timesteps - 1))
         return t * self.num_timesteps
@@ -267,12 +292,10 @@ class DiffusionProcess:
 
         They divide the process's range evenly and include its beginning, whatever the density and
         the shift of training: i/8 for the whole process, as in MLPerf's text-to-image benchmark.
+        EDM has no noise at the beginning, so its times are the middles of the eighths.
         """
-        share = number / VALIDATION_TIMES
-        t = self.min_time + share * (self.max_time - self.min_time)
-        if self.objective != Objective.FLOW:
-            return float(min(int(t * self.num_timesteps), self.num_timesteps - 1))
-        return t * self.num_timesteps
+        share = (number + 0.5 * (self.objective == Objective.EDM)) / VALIDATION_TIMES
+        return self._timestep_at(self.min_time + share * (self.max_time - self.min_time))
 
     def _time(self, u: float) -> float:
         """Time in [0, 1] for a uniform number: the inverse of the distribution of times, which
@@ -283,7 +306,7 @@ class DiffusionProcess:
             if u < before:
                 return u * weight
             return _SPEED_FROM + (u - before) * weight * _SPEED_RATIO
-        if self.objective != Objective.FLOW:
+        if self._has_betas:
             return u
         if isinstance(self.shift, DynamicShift):
             raise ValueError("a dynamic shift has no value before the picture's size is known")
@@ -307,6 +330,9 @@ class DiffusionProcess:
         if self.objective == Objective.FLOW:
             t = (timesteps / self.num_timesteps).view(-1, *[1] * (x0.dim() - 1)).to(x0.dtype)
             return (1 - t) * x0 + t * noise, noise - x0
+        if self.objective == Objective.EDM:
+            signal, share = _edm_shares(timesteps, x0)
+            return signal * x0 + share * noise, signal * noise - share * x0
         scheduler, steps = _ddpm(self, x0.device), timesteps.long()
         noisy = scheduler.add_noise(x0, noise, steps)
         if self.objective == Objective.EPSILON:
@@ -318,11 +344,13 @@ class DiffusionProcess:
     def alphas_cumprod(self, timesteps: Tensor) -> Tensor:
         """Share of the signal's variance at float32 ``timesteps [b]``, on their device; not for
         flow."""
+        if self.objective == Objective.EDM:
+            return 1 / (1 + (8 * timesteps.double()).exp())
         share: Tensor = _ddpm(self, timesteps.device).alphas_cumprod[timesteps.long()]
         return share
 
     def betas(self) -> Tensor:
-        """Variance that each timestep adds, float64 ``[num_timesteps]``; not for flow."""
+        """Variance that each timestep adds, float64 ``[num_timesteps]``; not for flow and EDM."""
         betas: Tensor = _ddpm(self, torch.device("cpu")).betas
         return betas.double()
 
@@ -338,6 +366,9 @@ class DiffusionProcess:
         sides = (-1, *[1] * (noisy.dim() - 1))
         if self.objective == Objective.FLOW:
             return noisy - (timesteps / self.num_timesteps).view(sides).to(noisy) * prediction
+        if self.objective == Objective.EDM:
+            signal, noise = _edm_shares(timesteps, noisy)
+            return signal * noisy - noise * prediction
         share = self.alphas_cumprod(timesteps).to(noisy)
         signal, noise = share.sqrt().view(sides), (1 - share).sqrt().view(sides)
         if self.objective == Objective.V:
@@ -365,10 +396,11 @@ class DiffusionProcess:
             ]
 
         found = unlike("objective", "num_timesteps")
-        if Objective.FLOW in (self.objective, other.objective):
-            if self.objective != other.objective:
-                noises = self if other.objective == Objective.FLOW else other
-                found[0] += f" (flow has no noise schedule, {noises.objective} {noises._noise()})"
+        if not (self._has_betas and other._has_betas):
+            for noises, without in ((self, other), (other, self)):
+                if noises._has_betas:
+                    lacks = f"{without.objective} has no noise schedule"
+                    found[0] += f" ({lacks}, {noises.objective} {noises._noise()})"
             return found
         if self.schedule != other.schedule:
             return [*found, f"schedule is {other._noise()} there and {self._noise()} here",
@@ -378,7 +410,7 @@ class DiffusionProcess:
     def describe(self, num_tokens: int | None = None) -> str:
         """Describe the process in one line; the shift is evaluated for pictures of
         ``num_tokens``."""
-        if self.objective == Objective.FLOW:
+        if not self._has_betas:
             shift = f"shift {self.shift:g}" if isinstance(self.shift, float | int) else ""
             if isinstance(self.shift, DynamicShift):
                 shift = f"shift {self.shift}"
@@ -390,6 +422,8 @@ class DiffusionProcess:
             elif self.density == TimestepDensity.MODE:
                 density += f"({self.mode_scale:g})"
             parts = [shift, f"times {density}"]
+            if self.objective == Objective.EDM:
+                parts = [f"sigma / (1 + sigma) {density}"]
         else:
             parts = [self._noise()]
             parts += [f"times {self.density}"] * (self.density != TimestepDensity.UNIFORM)
@@ -399,7 +433,7 @@ class DiffusionProcess:
         return ", ".join([str(self.objective), *parts, f"{self.num_timesteps} timesteps"])
 
     def _noise(self) -> str:
-        """Noise schedule with its first and last beta; for processes other than flow."""
+        """Noise schedule with its first and last beta, of a process that has one."""
         ends = "" if self.beta_start is None else f" {self.beta_start:g} to {self.beta_end:g}"
         return f"{self.schedule} betas{ends}"
 
@@ -431,6 +465,18 @@ def predicted_mean(prediction: Tensor, num_channels: int) -> Tensor:
     second half is trained with ``--pulse-learned-sigma`` only (see ``variational_bound``).
     """
     return prediction[:, :num_channels]
+
+
+def _edm_shares(timesteps: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """EDM's c_in and c_in sigma at float32 ``timesteps [b]``, shaped for samples ``like``.
+
+    Scalar functions on purpose, as in ``timestep``.
+    """
+    sigmas = [math.exp(4 * t) for t in timesteps.tolist()]
+    signal = torch.tensor([1 / math.hypot(1, sigma) for sigma in sigmas], dtype=torch.float64)
+    noise = signal * torch.tensor(sigmas, dtype=torch.float64)
+    sides = (-1, *[1] * (like.dim() - 1))
+    return signal.view(sides).to(like), noise.view(sides).to(like)
 
 
 @lru_cache(maxsize=8)

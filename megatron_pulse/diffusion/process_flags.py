@@ -15,16 +15,24 @@ from megatron_pulse.dataclass_flags import flag
 
 
 class Objective(StrEnum):
-    """Quantity predicted by the model: the noise, the velocity, the clean sample, or the flow."""
+    """Quantity predicted by the model: the noise, the velocity, the clean sample, the flow, or
+    EDM's preconditioned output."""
 
     EPSILON = "epsilon"
     V = "v"
     SAMPLE = "sample"
     FLOW = "flow"
+    EDM = "edm"
+
+    @property
+    def has_betas(self) -> bool:
+        """True if the noise grows by a schedule of betas, one per timestep."""
+        return self not in (Objective.FLOW, Objective.EDM)
 
 
 class NoiseSchedule(StrEnum):
-    """Growth of the noise with the timestep (flow needs none); ``trained`` is a list of betas."""
+    """Growth of the noise with the timestep (flow and EDM need none); ``trained`` is a list of
+    betas."""
 
     SCALED_LINEAR = "scaled_linear"
     LINEAR = "linear"
@@ -33,7 +41,8 @@ class NoiseSchedule(StrEnum):
 
 
 class TimestepDensity(StrEnum):
-    """Distribution of timesteps in training; for flow all but ``speed``, else uniform or speed."""
+    """Distribution of timesteps in training; for flow and EDM all but ``speed``, else uniform or
+    speed."""
 
     UNIFORM = "uniform"
     LOGIT_NORMAL = "logit_normal"
@@ -144,7 +153,7 @@ class ProcessChoice:
     """
 
     objective: str | None = flag(
-        "prediction target: noise, velocity, clean sample, or flow ({unsaid})",
+        "target: noise, velocity, clean sample, flow, or EDM's ({unsaid})",
         choices=[str(objective) for objective in Objective],
     )
     noise_schedule: str | None = flag(
@@ -176,16 +185,16 @@ class ProcessChoice:
         read=_shift_text,
     )
     timestep_density: str | None = flag(
-        "density of the times in training: for flow uniform, logit_normal, mode or cosmap, before "
-        "the shift (new process: logit_normal); else uniform, or speed, which draws the last 30 "
-        "percent, almost pure noise, a fifth as often (SpeeD)",
+        "density of the times in training: for flow and edm uniform, logit_normal, mode or cosmap, "
+        "before the shift (new process: logit_normal); else uniform, or speed, which draws the "
+        "last 30 percent, almost pure noise, a fifth as often (SpeeD)",
         choices=[str(density) for density in TimestepDensity],
     )
     logit_mean: float | None = flag(
-        "mean of the logit-normal density (new process: 0)", metavar="M"
+        "mean of logit-normal times or ln sigma (0; edm 0.7)", metavar="M"
     )
     logit_std: float | None = flag(
-        "standard deviation of the logit-normal density (new process: 1)", metavar="S"
+        "their standard deviation (new process: 1; edm 1.6)", metavar="S"
     )
 
     mode_scale: float | None = flag(
@@ -193,8 +202,8 @@ class ProcessChoice:
         metavar="S",
     )
     min_time: float | None = flag(
-        "train only times from this share of the process on, 0 (data) to 1 (noise); e.g. one of "
-        "two experts (new process: 0)",
+        "train only times from this share on, 0 (data) to 1 (noise), e.g. of one of two experts "
+        "(new process: 0)",
         metavar="T",
     )
     max_time: float | None = flag("train only times below this share (new process: 1)", metavar="T")

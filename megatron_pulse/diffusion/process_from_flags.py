@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_pulse.diffusion.objectives import MODE_SCALE, DiffusionProcess
+from typing import Any
+
+from megatron_pulse.diffusion.objectives import (
+    EDM_MEAN,
+    EDM_STD,
+    MODE_SCALE,
+    DiffusionProcess,
+)
 from megatron_pulse.diffusion.process_flags import (
     DynamicShift,
     Objective,
@@ -26,17 +33,17 @@ def chosen_process(choice: ProcessChoice, base: DiffusionProcess | None = None) 
 
     Dependent options that were not given take the values of a new process. Betas depend on their
     schedule; times and the published scheduler depend on the objective. A new process is flow with
-    logit-normal times and no shift. Raises ValueError for contradictory options.
+    logit-normal times (see ``drawn_times``) and no shift. Raises ValueError for contradictory
+    options.
     """
     fresh = base is None
     objective = Objective(choice.objective or (Objective.FLOW if base is None else base.objective))
     values = {} if base is None else dict(vars(base))
-    flow = objective == Objective.FLOW
-    if base is not None and flow != (base.objective == Objective.FLOW):
+    if base is not None and family_of(objective) != family_of(base.objective):
         fresh = True
         values = {"num_timesteps": base.num_timesteps}  # no scheduler does both
-    if fresh and flow:
-        values["density"] = TimestepDensity.LOGIT_NORMAL
+    if fresh:
+        values |= drawn_times(objective)
     values["objective"] = objective
     if choice.noise_schedule is not None or choice.trained_betas is not None:
         if choice.noise_schedule != values.get("schedule"):
@@ -58,6 +65,21 @@ def chosen_process(choice: ProcessChoice, base: DiffusionProcess | None = None) 
     for name in _AS_SAID & choice.said.keys():
         values[name] = choice.said[name]
     return DiffusionProcess(**values)
+
+
+def family_of(objective: Objective) -> str:
+    """Objectives of one family have the same schedulers: those of betas, flow, or EDM."""
+    return "betas" if objective.has_betas else str(objective)
+
+
+def drawn_times(objective: Objective) -> dict[str, Any]:
+    """Density of the times of a new process; SVD's for EDM."""
+    if objective.has_betas:
+        return {}
+    found: dict[str, Any] = {"density": TimestepDensity.LOGIT_NORMAL}
+    if objective == Objective.EDM:
+        found |= {"logit_mean": EDM_MEAN, "logit_std": EDM_STD}
+    return found
 
 
 def _read_betas(path: str) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Sampling with classifier-free guidance: DDIM for epsilon and v, Euler for flow."""
+"""Sampling with classifier-free guidance: DDIM for epsilon and v, Euler for flow and EDM."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from megatron_pulse.errors import format_faults
 from megatron_pulse.progress import track
 
 Fields = Mapping[str, Tensor]
+type GuidanceScale = float | Tensor | Callable[[float], float]
+"""Guidance scale: one, one for each element of a sample, or a function of the timestep."""
 ModelFunction = Callable[[Tensor, Tensor, Fields], Tensor]
 """(x_t ``[b, c, h, w]``, timesteps float32 ``[b]``, conditioning ``[b, ...]``) -> prediction."""
 
@@ -37,7 +39,7 @@ def sample(
     count: int,
     conditioning: Fields,
     num_steps: int,
-    guidance_scale: float = 1.0,
+    guidance_scale: GuidanceScale = 1.0,
     seed: int = 0,
     eta: float = 0.0,
     null: Fields | None = None,
@@ -53,11 +55,13 @@ def sample(
     Sample i starts from noise of (``seed``, ``first_index`` + i) alone, so a set sampled in chunks
     equals the set sampled at once. ``noises``, if given, replace these: each is ``[count,
     *shape]``, first the start (both samplers' init_noise_sigma is 1), then the noise of each
-    stochastic step.
+    stochastic step. EDM's start is scaled to the largest sigma.
 
     Guidance (Ho & Salimans 2022) evaluates the model on ``[conditional; unconditional]``, a batch
     of twice ``count``, unless ``guidance_scale`` is 1. The unconditional half takes the values of
-    ``null`` (without batch dimension). A learned sigma is ignored (see ``predicted_mean``).
+    ``null`` (without batch dimension). A tensor of scales is broadcast to ``shape``; SVD's grow
+    from frame to frame. Experts may have scales of their own. A learned sigma is ignored (see
+    ``predicted_mean``).
 
     ``eta`` is DDIM's (Song et al. 2021, eq. 16). Flow's Euler is stochastic if the published
     scheduler is. ``clip`` bounds DDIM's estimate of x_0 (1 for pixels in [-1, 1], None for
@@ -80,17 +84,21 @@ def sample(
         noises = sample_noises(seed, range(first_index, first_index + count), shape)
     x = next(noises)
     scheduler = _scheduler(process, num_steps, clip, flow_grid)
+    is_edm = process.objective == Objective.EDM
+    if is_edm:
+        x = x * scheduler.init_noise_sigma
     step = (
-        partial(_euler_step, stochastic=is_stochastic(process))
-        if process.objective == Objective.FLOW
-        else partial(_ddim_step, eta=eta)
+        partial(_ddim_step, eta=eta)
+        if process.objective.has_betas
+        else partial(_euler_step, stochastic=is_stochastic(process))
     )
+    is_guided = guides(guidance_scale)
     guided = (
         {
             name: torch.cat([value, _repeated(null[name], count) if name in null else value])
             for name, value in conditioning.items()
         }
-        if null and guidance_scale != 1
+        if null and is_guided
         else {}
     )
 
@@ -98,7 +106,7 @@ def sample(
 
     def predict(x: Tensor, timestep: Tensor) -> Tensor:
         nonlocal estimate
-        is_guided = guidance_scale != 1
+        x = scheduler.scale_model_input(x, timestep) if is_edm else x
         noisy = torch.cat([x, x]) if is_guided else x
         timesteps = timestep.to(torch.float32).expand(len(noisy))
         given = beside(noisy, estimate) if self_conditioned else noisy
@@ -110,7 +118,8 @@ def sample(
         if not is_guided:
             return mean
         conditional, unconditional = mean.chunk(2)
-        return unconditional + guidance_scale * (conditional - unconditional)
+        scale = guidance_scale(float(timestep)) if callable(guidance_scale) else guidance_scale
+        return unconditional + scale * (conditional - unconditional)
 
     for timestep in track(scheduler.timesteps, "sampling", "steps", silent=not progress):
         x = step(scheduler, predict(x, timestep), timestep, x, noises)
@@ -156,10 +165,15 @@ def _repeated(value: Tensor, count: int) -> Tensor:
     return value.expand(count, *value.shape)
 
 
+def guides(scale: GuidanceScale) -> bool:
+    """True unless the scale is 1 at all times."""
+    return not isinstance(scale, int | float) or scale != 1
+
+
 def setting_faults(
     process: DiffusionProcess,
     num_steps: int,
-    guidance_scale: float,
+    guidance_scale: GuidanceScale,
     eta: float,
     flow_grid: FlowGrid,
     has_null: bool,
@@ -168,10 +182,10 @@ def setting_faults(
     faults = []
     if not 1 <= num_steps <= process.num_timesteps:
         faults.append(f"num_steps is {num_steps}; use 1 to {process.num_timesteps}")
-    if guidance_scale != 1 and not has_null:
+    if not has_null and guides(guidance_scale):
         faults.append("guidance needs null values: the values of dropped conditioning in training")
-    if not 0 <= eta <= 1 or (eta > 0 and process.objective == Objective.FLOW):
-        faults.append(f"eta is {eta}; DDIM takes 0 to 1, flow's Euler steps only 0")
+    if not 0 <= eta <= 1 or (eta > 0 and not process.objective.has_betas):
+        faults.append(f"eta is {eta}; DDIM takes 0 to 1, Euler steps only 0")
     if flow_grid != FlowGrid.EVEN and process.objective != Objective.FLOW:
         faults.append(f"the grid {flow_grid} is for flow; {process.objective} has timesteps")
     if isinstance(process.shift, DynamicShift):
@@ -182,8 +196,12 @@ def setting_faults(
 def _scheduler(
     process: DiffusionProcess, num_steps: int, clip: float | None, flow_grid: FlowGrid
 ) -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers import EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 
+    if process.objective == Objective.EDM:
+        edm = EulerDiscreteScheduler(**sampling_settings(process))
+        edm.set_timesteps(num_steps)
+        return edm
     if process.objective == Objective.FLOW:
         euler = FlowMatchEulerDiscreteScheduler(
             num_train_timesteps=process.num_timesteps,
@@ -244,7 +262,7 @@ def noise_left(process: DiffusionProcess, num_steps: int) -> str:
     Only a published DDIM does, at some numbers of steps. A scheduler whose ``set_alpha_to_one`` is
     false ends at timestep 0 with any number.
     """
-    if process.objective == Objective.FLOW or not is_as_published(process):
+    if not process.objective.has_betas or not is_as_published(process):
         return ""
     ddim = _ddim(process, num_steps, None)
     end = _last_end(ddim)

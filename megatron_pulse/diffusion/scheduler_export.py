@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_pulse.diffusion.objectives import DiffusionProcess
-from megatron_pulse.diffusion.process_flags import DynamicShift, Objective, TimestepDensity
+from megatron_pulse.diffusion.process_flags import DynamicShift, Objective
+from megatron_pulse.diffusion.process_from_flags import drawn_times
 from megatron_pulse.diffusion.scheduler_import import (
     DYNAMIC,
+    OF_EDM,
     OF_FLOW,
     OURS,
     defaults_of,
+    is_edm,
     settings_of,
 )
 
@@ -22,27 +25,38 @@ _SAMPLING = (
 _FLOW_SAMPLING = (
     "shift_terminal", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas",
 )  # fmt: skip
+_EDM = {
+    "prediction_type": "v_prediction", "timestep_type": "continuous", "use_karras_sigmas": True,
+    "sigma_min": 0.002, "sigma_max": 700.0, "timestep_spacing": "leading", "steps_offset": 1,
+    "beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012,
+}  # fmt: skip
+"""SVD's settings. Its betas only bound sigmas, which the settings give."""
 _STOCHASTIC = "stochastic_sampling"
 _SPACING = "timestep_spacing"
 _AS_PUBLISHED = ("DDIMScheduler", "DDIMParallelScheduler", OF_FLOW[0])
-"""Schedulers that sampling here reproduces."""
+"""Schedulers that sampling here reproduces, beside EDM's."""
 
 
 def scheduler_of_process(process: DiffusionProcess, clip: bool) -> dict[str, Any]:
     """Configuration of a diffusers scheduler for ``process``.
 
     The base is ``process.scheduler``, with the differing settings replaced. Without a suitable
-    base, the result is DDIM (starting from pure noise, Lin et al. 2024) or flow matching's Euler.
+    base, the result is DDIM (starting from pure noise, Lin et al. 2024), flow matching's Euler, or
+    SVD's Euler for EDM.
     ``clip`` is for pixels in [-1, 1]. The inverse is ``process_of_scheduler``.
     """
-    flow = process.objective == Objective.FLOW
     base = _suitable(process)
-    if base is None:
-        base = {"_class_name": OF_FLOW[0] if flow else "DDIMScheduler"}
-        if not flow:
-            base |= {"clip_sample": clip, **sampling_settings(process)}
-            base[_SPACING] = ddim_spacing(process)
-    wanted = _flow_settings(process, base) if flow else process.scheduler_arguments()
+    if process.objective == Objective.FLOW:
+        base = base or {"_class_name": OF_FLOW[0]}
+        wanted = _flow_settings(process, base)
+    elif process.objective == Objective.EDM:
+        base = base or {"_class_name": OF_EDM, **_EDM}
+        wanted = {"num_train_timesteps": process.num_timesteps}
+    else:
+        if base is None:
+            base = {"_class_name": "DDIMScheduler", "clip_sample": clip}
+            base |= {**sampling_settings(process), _SPACING: ddim_spacing(process)}
+        wanted = process.scheduler_arguments()
     if process.scheduler:  # write back only imported settings
         said = settings_of(base)
         takes = defaults_of(base["_class_name"])
@@ -53,9 +67,10 @@ def scheduler_of_process(process: DiffusionProcess, clip: bool) -> dict[str, Any
 
     config = {**base, **wanted, "_diffusers_version": diffusers.__version__}
     config.pop(OURS, None)
-    drawn = (process.density, process.logit_mean, process.logit_std)
-    if flow and drawn != (TimestepDensity.LOGIT_NORMAL, 0.0, 1.0):
-        config[OURS] = dict(zip(("density", "logit_mean", "logit_std"), drawn, strict=True))
+    drawn = {name: getattr(process, name) for name in ("density", "logit_mean", "logit_std")}
+    usual = {"logit_mean": 0.0, "logit_std": 1.0, **drawn_times(process.objective)}
+    if not process.objective.has_betas and drawn != usual:
+        config[OURS] = drawn
     return config
 
 
@@ -71,6 +86,8 @@ def _suitable(process: DiffusionProcess) -> dict[str, Any] | None:
             return config
         static = not isinstance(process.shift, DynamicShift)
         return config if static and ("shift" in takes or settings.get("use_flow_sigmas")) else None
+    if process.objective == Objective.EDM or is_edm(settings):
+        return config if process.objective == Objective.EDM and is_edm(settings) else None
     if "beta_start" not in takes or settings.get("use_flow_sigmas"):
         return None
     if process.objective == Objective.SAMPLE and settings["prediction_type"] != "sample":
@@ -95,10 +112,14 @@ def _flow_settings(process: DiffusionProcess, base: Mapping[str, Any]) -> dict[s
 
 
 def sampling_settings(process: DiffusionProcess) -> dict[str, Any]:
-    """Sampling-only settings of the published scheduler, as DDIM or flow's Euler take them.
+    """Sampling-only settings of the published scheduler, as DDIM or an Euler scheduler take them.
 
     ``ddim_spacing`` and ``is_stochastic`` are separate.
     """
+    if process.objective == Objective.EDM:
+        config = _suitable(process)
+        settings = _EDM if config is None else settings_of(config)
+        return {key: settings[key] for key in defaults_of(OF_EDM) if key in settings}
     if not process.scheduler:
         return {}
     settings = settings_of(process.scheduler)
@@ -123,6 +144,8 @@ def ddim_spacing(process: DiffusionProcess) -> str:
 
 def is_as_published(process: DiffusionProcess) -> bool:
     """True if samples are those of the published scheduler's own class in diffusers."""
+    if process.objective == Objective.EDM:
+        return _suitable(process) is not None
     return bool(process.scheduler) and process.scheduler["_class_name"] in _AS_PUBLISHED
 
 
@@ -140,6 +163,11 @@ def describe_sampler(process: DiffusionProcess) -> str:
         takes = {*_FLOW_SAMPLING, _STOCHASTIC, *DYNAMIC, "shift", "flow_shift", "use_flow_sigmas"}
         takes |= {"num_train_timesteps", "use_dynamic_shifting", "prediction_type"}
         own: dict[str, Any] = {}
+    elif process.objective == Objective.EDM:
+        settings = sampling_settings(process)
+        spaced = "Karras" if settings.get("use_karras_sigmas") else settings[_SPACING]
+        sampler = f"Euler, {spaced} sigmas"
+        takes, own = {*defaults_of(OF_EDM)}, {}
     else:
         own = {_SPACING: ddim_spacing(process)}
         sampler = f"DDIM, {own[_SPACING]} timesteps"

@@ -22,9 +22,8 @@ from megatron_pulse.diffusion.process_flags import (
     DynamicShift,
     Objective,
     ProcessChoice,
-    TimestepDensity,
 )
-from megatron_pulse.diffusion.process_from_flags import chosen_process
+from megatron_pulse.diffusion.process_from_flags import chosen_process, drawn_times, family_of
 from megatron_pulse.errors import format_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
@@ -37,10 +36,12 @@ OF_BETAS = (
     "PNDMScheduler", "SASolverScheduler", "UniPCMultistepScheduler",
 )  # fmt: skip
 OF_FLOW = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
+OF_EDM = "EulerDiscreteScheduler"
+"""With continuous timesteps; with discrete ones it is a scheduler of betas."""
 _REFUSED = {
     "EDM": (
-        "preconditioning with sigma_data (EDM) is unsupported; objectives are epsilon, v, sample "
-        "and flow"
+        "a sigma_data of its own (EDM) is unsupported; edm is that of SVD's EulerDiscreteScheduler "
+        "with continuous timesteps"
     ),
     "LCM": "the model is distilled to few steps; no objective continues that",
     "TCD": "the model is distilled to few steps; no objective continues that",
@@ -215,17 +216,18 @@ def process_of_scheduler(
     if wrong:
         raise PublishedError(name, faults + wrong)
     flow = name in OF_FLOW or settings["prediction_type"] == "flow_prediction"
-    if choice.objective is not None and flow != (choice.objective == Objective.FLOW):
+    own = Objective.FLOW if flow else Objective.EDM if is_edm(settings) else Objective.V
+    if choice.objective is not None and family_of(own) != family_of(Objective(choice.objective)):
         values: dict[str, Any] = {"objective": choice.objective}
         values["num_timesteps"] = int(settings["num_train_timesteps"])
+        values |= drawn_times(Objective(choice.objective))
         kept = {}
     else:
-        read = _flow_values if flow else _beta_values
-        values = read(settings, choice, faults)
-        if flow:
+        read = {Objective.FLOW: _flow_values, Objective.EDM: _edm_values, Objective.V: _beta_values}
+        values = read[own](settings, choice, faults)
+        if not own.has_betas:
             drawn = config.get(OURS)
-            usual = {"density": TimestepDensity.LOGIT_NORMAL}
-            values |= drawn if isinstance(drawn, dict) else usual
+            values |= drawn if isinstance(drawn, dict) else drawn_times(own)
         kept = {key: value for key, value in config.items() if key != "_use_default_values"}
     if faults:
         raise PublishedError(name, faults)
@@ -310,7 +312,7 @@ def _beta_values(
     if objective is None:
         faults.append(f"prediction_type is {prediction!r}; known: {', '.join(predictions)}")
     if settings.get("timestep_type", "discrete") != "discrete":
-        faults.append("timestep_type is 'continuous': timesteps are logarithms of sigma (EDM)")
+        faults.append(f"timestep_type is 'continuous', which no pipeline has with {prediction!r}")
     if settings.get("use_flow_sigmas"):
         faults.append(f"use_flow_sigmas with prediction_type {prediction!r}")
     values: dict[str, Any] = {
@@ -331,6 +333,18 @@ def _beta_values(
     if choice.zero_terminal_snr is None:
         values["zero_terminal_snr"] = bool(settings.get("rescale_betas_zero_snr"))
     return values
+
+
+def is_edm(settings: Mapping[str, Any]) -> bool:
+    """True if timesteps are ln(sigma) / 4, as diffusers takes them with v alone."""
+    continuous = settings.get("timestep_type") == "continuous"
+    return continuous and settings["prediction_type"] == "v_prediction"
+
+
+def _edm_values(
+    settings: Mapping[str, Any], choice: ProcessChoice, faults: list[str]
+) -> dict[str, Any]:
+    return {"objective": Objective.EDM, "num_timesteps": int(settings["num_train_timesteps"])}
 
 
 def _flow_values(

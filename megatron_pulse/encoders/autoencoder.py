@@ -34,10 +34,12 @@ VIDEO_CLASSES = (
     "AutoencoderKLCogVideoX",
     "AutoencoderKLLTXVideo",
     "AutoencoderKLMochi",
+    "AutoencoderKLTemporalDecoder",
 )
-"""Classes that encode videos, several frames together."""
+"""Classes that decode videos, several frames together; SVD's encodes frame by frame."""
 _KNOWN = (_PICTURES, _SQUARES, _ONE_FRAME, *VIDEO_CLASSES)
-_FRAMES_FIRST = "AutoencoderKLCogVideoX"
+_TEMPORAL_DECODER = "AutoencoderKLTemporalDecoder"
+_FRAMES_FIRST = ("AutoencoderKLCogVideoX", _TEMPORAL_DECODER)
 _NORMALIZATION = ("latents_mean", "latents_std", "shift_factor")
 _MEAN, _VARIANCE = "bn.running_mean", "bn.running_var"
 
@@ -56,8 +58,8 @@ class Autoencoder:
 
     An autoencoder of videos (``VIDEO_CLASSES``) takes pixels ``[b, c, F, h, w]``, with F - 1 a
     multiple of its ``frame_factor``, and pictures as videos of one frame. Its latents are ``[b, c',
-    f, h', w']``, CogVideoX's ``[b, f, c', h', w']`` as its transformer takes them. One of pictures
-    takes videos frame by frame.
+    f, h', w']``, those of CogVideoX and SVD ``[b, f, c', h', w']`` as their backbones take them.
+    An autoencoder of pictures takes videos frame by frame.
 
     If ``tiled``, large pictures are encoded and decoded in diffusers' tiles (``enable_tiling``).
 
@@ -92,6 +94,8 @@ class Autoencoder:
                 raise UserError(f"its config.json describes {named}; known are {', '.join(_KNOWN)}")
             if config.get("timestep_conditioning"):
                 raise UserError("its decoder is conditioned on a timestep, which is unsupported")
+            if tiled and named == _TEMPORAL_DECODER:
+                raise UserError(f"{named} has no tiles; leave out --vae-tiling")
             with torch.device("meta"), silently(diffusers.utils.logging):
                 model: Any = getattr(diffusers, named).from_config(config)
             tensors = stored(Path(folder), "diffusers", weighs)
@@ -117,18 +121,21 @@ class Autoencoder:
         if tiled:
             self.model.enable_tiling()
         self.is_video = named in VIDEO_CLASSES
-        self.frames_first = named == _FRAMES_FIRST
+        self.frames_first = named in _FRAMES_FIRST
         """True if latents are ``[b, f, c', h', w']``."""
         self._is_frame = named == _ONE_FRAME
         self._side = 2 if named == _SQUARES else 1
-        self.pieces = () if self.is_video else self._pieces()
+        self.has_temporal_decoder = named == _TEMPORAL_DECODER
+        """True of SVD's: its encoder is that of pictures."""
+        encodes_clips = self.is_video and not self.has_temporal_decoder
+        self.pieces = () if encodes_clips else self._pieces()
         channels = int(config.get("z_dim") or model.config.latent_channels)
         self.latent_channels = channels * self._side**2
         self.scale, self.shift = _normalization(folder, self.latent_channels, normalization)
         self.in_channels = int(config.get("input_channels") or model.config.get("in_channels", 3))
         self.frame_factor = 1
         """Frames of pixels for a frame of latents, after the first."""
-        if self.is_video:
+        if encodes_clips:
             patch = config.get("patch_size") or 1 if named == "AutoencoderKLWan" else 1
             self.in_channels = int(model.config.out_channels) // patch**2
             self.frame_factor = _frame_factor(model)
@@ -213,7 +220,7 @@ class Autoencoder:
     def _moments(self, image: Tensor) -> Tensor:
         """Moments of one picture or video."""
         pixels = image.to(self.device, self.dtype)
-        if self.is_video:
+        if not self.pieces:
             moments: Tensor = self.model.encode(pixels).latent_dist.parameters
             return moments
         if pixels.dim() == 5:  # frame by frame
@@ -229,17 +236,30 @@ class Autoencoder:
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents to pixels in [-1, 1]: ``[b, c, h, w]``, of videos ``[b, c, F, h, w]``."""
         latents = latents.to(self.device)
-        inner = latents.transpose(1, 2) if self.frames_first else latents
-        scale, shift = self._normalization_of(inner)
-        inner = (inner / scale + shift).to(self.dtype)
-        if self._side > 1:
-            inner = F.pixel_shuffle(inner, self._side)
-        inner = inner.unsqueeze(2) if self._is_frame else inner
-        pixels = self.model.decode(inner).sample.float()
-        pixels = pixels.squeeze(2) if self._is_frame else pixels
+        values = self.unscaled(latents).to(self.dtype)
+        pixels = self._pixels(values.transpose(1, 2) if self.frames_first else values).float()
         if not all_finite({PIXELS: pixels}):  # clamped, infinite ones would pass for white
             raise AutoencoderError(self._decodes_wrongly(latents))
         return cast(Tensor, pixels.clamp(-1, 1)).to(latents.device)
+
+    def unscaled(self, latents: Tensor) -> Tensor:
+        """Values of the autoencoder itself, before scale and shift."""
+        inner = latents.transpose(1, 2) if self.frames_first else latents
+        scale, shift = self._normalization_of(inner)
+        values = inner / scale + shift
+        return values.transpose(1, 2) if self.frames_first else values
+
+    def _pixels(self, values: Tensor) -> Tensor:
+        """Pixels of ``unscaled`` values ``[b, c', ...]``."""
+        if self._side > 1:
+            values = F.pixel_shuffle(values, self._side)
+        if self._is_frame:
+            return cast(Tensor, self.model.decode(values.unsqueeze(2)).sample.squeeze(2))
+        if not self.has_temporal_decoder:
+            return cast(Tensor, self.model.decode(values).sample)
+        frames = values.transpose(1, 2)
+        decoded = self.model.decode(frames.flatten(0, 1), num_frames=frames.shape[1]).sample
+        return cast(Tensor, decoded.unflatten(0, frames.shape[:2]).transpose(1, 2))
 
     def _decodes_wrongly(self, latents: Tensor) -> str:
         """The fault of pixels that are not finite, and its likely cause."""

@@ -1,4 +1,4 @@
-"""Fields of an image-to-video model: its first frame, as the autoencoder gives it."""
+"""Fields of an image-to-video model: its first frame, as encoders give it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_pulse.backbone.appended_fields import IMAGE_LATENT, KNOWN_MASK, KNOWN_VIDEO
+from megatron_pulse.backbone.appended_fields import (
+    IMAGE_EMBEDDING,
+    IMAGE_LATENT,
+    KNOWN_MASK,
+    KNOWN_VIDEO,
+)
 
 if TYPE_CHECKING:
     from megatron_pulse.encoders.autoencoder import Autoencoder
+    from megatron_pulse.encoders.image_encoder import ImageEncoder
 
-FIRST_FRAME = frozenset({KNOWN_MASK, KNOWN_VIDEO, IMAGE_LATENT})
+FIRST_FRAME = frozenset({KNOWN_MASK, KNOWN_VIDEO, IMAGE_LATENT, IMAGE_EMBEDDING})
 """Fields that are made here."""
 
 
@@ -23,19 +29,31 @@ def starts_from_frame(fields: Collection[str]) -> bool:
 
 
 def first_frame_fields(
-    shapes: Mapping[str, tuple[int, ...]], clip: Tensor, autoencoder: Autoencoder
+    shapes: Mapping[str, tuple[int, ...]],
+    clip: Tensor,
+    autoencoder: Autoencoder,
+    image_encoder: ImageEncoder | None = None,
+    noise: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Those of ``FIRST_FRAME`` that are in ``shapes``, of a clip's pixels ``[c, F, h, w]``.
 
     As diffusers' pipelines of Wan, HunyuanVideo and CogVideoX: means of posteriors, unknown frames
-    grey before encoding (``known_video``) or zero behind it (``image_latent``).
+    grey before encoding (``known_video``) or zero behind it (``image_latent``). SVD's
+    ``image_latent`` is the mean before its scale, of the frame with ``noise`` ``[c, h, w]``, and
+    repeated for all frames. The ``image_encoder`` sees the frame without noise.
     """
     found: dict[str, Tensor] = {}
     if KNOWN_VIDEO in shapes:
         condition = torch.zeros_like(clip)
         condition[:, 0] = clip[:, 0]
         (found[KNOWN_VIDEO],) = autoencoder.encode(condition[None])
-    if IMAGE_LATENT in shapes:
+    if IMAGE_EMBEDDING in shapes and image_encoder is not None:
+        found[IMAGE_EMBEDDING] = image_encoder(clip[:, 0])
+    if IMAGE_LATENT in shapes and autoencoder.has_temporal_decoder:
+        frame = clip[:, 0] if noise is None else clip[:, 0] + noise
+        (first,) = autoencoder.unscaled(autoencoder.encode(frame[None]))
+        found[IMAGE_LATENT] = first.repeat(shapes[IMAGE_LATENT][0], 1, 1, 1)
+    elif IMAGE_LATENT in shapes:
         (first,) = autoencoder.encode(clip[None, :, :1])
         latent = found[IMAGE_LATENT] = torch.zeros(shapes[IMAGE_LATENT])
         latent.narrow(0 if autoencoder.frames_first else 1, 0, 1).copy_(first)

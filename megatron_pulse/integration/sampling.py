@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -25,14 +25,14 @@ from megatron_pulse.backbone.shape_buckets import PATCH_CORNER
 from megatron_pulse.data.captions import WordEncoder
 from megatron_pulse.data.data_record import recorded_data, recorded_provenance
 from megatron_pulse.data.dataset import LATENT, Framing
-from megatron_pulse.data.fields import SIZES, constants, made_otherwise
+from megatron_pulse.data.fields import APART, SIZES, constants, made_otherwise
 from megatron_pulse.data.images.conditioning import CONDITIONING
 from megatron_pulse.data.picture_choice import RANDOM
 from megatron_pulse.diffusion.noise import diffusers_noises
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import FlowGrid, ProcessChoice, SamplingNoise
 from megatron_pulse.diffusion.process_from_flags import chosen_process
-from megatron_pulse.diffusion.sampling import Fields, sample
+from megatron_pulse.diffusion.sampling import Fields, GuidanceScale, sample
 from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.tokens import changed_since, recorded_by
 from megatron_pulse.errors import format_faults
@@ -79,6 +79,8 @@ class TrainedModel:
     folder: Path
     changes: tuple[str, ...] = ()
     """Differences from the model as it was trained, in words."""
+    move: Callable[[torch.device], object] = lambda device: None
+    """Move the weights to a device."""
 
     @property
     def num_classes(self) -> int | None:
@@ -127,6 +129,8 @@ class Request:
     count: int
     fields: Fields
     null: Fields
+    drawn_before: tuple[int, ...] = ()
+    """Shape of what a diffusers pipeline's generator draws before the noise of samples."""
 
     def part(self, first: int, end: int) -> Request:
         """Request for the samples from ``first`` to ``end`` (excluded).
@@ -135,7 +139,7 @@ class Request:
         """
         rows = self.rows(first, end)
         fields = {name: value[rows] for name, value in self.fields.items()}
-        return Request(end - first, fields, self.null)
+        return replace(self, count=end - first, fields=fields)
 
     def rows(self, first: int, end: int) -> Tensor:
         """Indices of the samples of a part."""
@@ -270,6 +274,8 @@ def _request(model: TrainedModel, count: int, given: Fields, null: Fields) -> Re
             f"{model.backbone.name} also reads {', '.join(sorted(lacking))}. Give "
             f"{' and '.join(with_)}{', or ' * bool(with_)}--from-data"
         )
+    if read >= {*APART}:
+        null = {**{name: torch.zeros_like(given[name][0]) for name in APART}, **null}
     if (no_class := model.backbone.null_label) is not None:
         null = {**null, "labels": torch.tensor(no_class)}
     return Request(
@@ -289,19 +295,21 @@ def load_model(
     choice: ProcessChoice | None = None,
     chain: str | None = None,
     frozen_folder: Path | None = None,
+    on_host: bool = False,
 ) -> TrainedModel:
     """Load the backbone of a checkpoint on one process, with EMA weights if ``averaged``.
 
     ``data`` replaces the data set of the training. ``options`` replace options that are not part of
     the model. ``choice`` replaces settings of the diffusion process. ``chain`` names one chain of a
-    cascade. ``frozen_folder`` is the present place of an adapter's frozen weights. Raises
-    CheckpointError if there is no checkpoint, no EMA, or another model in it.
+    cascade. ``frozen_folder`` is the present place of an adapter's frozen weights. ``on_host``
+    keeps the weights on the host (see ``TrainedModel.move``). Raises CheckpointError if there is no
+    checkpoint, no EMA, or another model in it.
     Raises ValueError for invalid options or choices.
     """
     saved = read_saved_run(load, iteration, frozen_folder).of_chain(chain)
     backbone, stage = load_whole(saved, averaged=averaged, options=options)
     device = compute_device()
-    stage.to(device).eval()
+    stage.to("cpu" if on_host else device).eval()
     kinds = {
         name: torch.float32 if spec.dtype == COMPUTE else getattr(torch, spec.dtype)
         for name, spec in backbone.batch_fields.items()
@@ -321,7 +329,7 @@ def load_model(
             found.append(outputs[0].to(noisy.device))
         return torch.cat(found)
 
-    return trained_model(saved, backbone, predict, data, choice)
+    return replace(trained_model(saved, backbone, predict, data, choice), move=stage.to)
 
 
 def trained_model(
@@ -354,11 +362,14 @@ class Sampler:
     """Settings of sampling, as ``sample`` takes them; ``noise`` is each sample's or diffusers'."""
 
     num_steps: int
-    guidance: float
+    guidance: float | tuple[float, float]
+    """One scale, or those of the first and the last frame; the others lie between them."""
     seed: int
     eta: float = 0.0
     noise: SamplingNoise = SamplingNoise.PER_SAMPLE
     flow_grid: FlowGrid = FlowGrid.EVEN
+    low_noise: tuple[float, float] | None = None
+    """Timestep of a boundary, and the scale below it."""
 
 
 def sample_images(
@@ -418,7 +429,8 @@ def sample_parts(
     part, shape = request.part(first, end), model.backbone.sample_spec.shape
     noises: Iterator[Tensor] | None = None
     if sampler.noise == SamplingNoise.DIFFUSERS:
-        whole = diffusers_noises(sampler.seed, request.count, range(request.count), shape)
+        rows = range(request.count)
+        whole = diffusers_noises(sampler.seed, request.count, rows, shape, request.drawn_before)
         noises = (noise[request.rows(first, end)] for noise in whole)
 
     def predict(noisy: Tensor, timesteps: Tensor, conditioning: Fields) -> Tensor:
@@ -432,7 +444,7 @@ def sample_parts(
         part.count,
         part.fields,
         num_steps=sampler.num_steps,
-        guidance_scale=sampler.guidance,
+        guidance_scale=_scales(model, sampler),
         seed=sampler.seed,
         null=request.null,
         progress=progress,
@@ -443,3 +455,17 @@ def sample_parts(
         noises=noises,
         flow_grid=sampler.flow_grid,
     )
+
+
+def _scales(model: TrainedModel, sampler: Sampler) -> GuidanceScale:
+    """Guidance scales as ``sample`` takes them; raises ValueError."""
+    guidance = sampler.guidance
+    if sampler.low_noise is not None and not isinstance(guidance, tuple):
+        high, (boundary, low) = guidance, sampler.low_noise
+        return lambda timestep: high if timestep >= boundary else low
+    if not isinstance(guidance, tuple):
+        return guidance
+    if not {*APART} <= model.backbone.batch_fields.keys():
+        raise ValueError(f"guidance {guidance}: only SVD's grows over the frames; give one number")
+    num_frames = model.backbone.sample_spec.shape[0]
+    return torch.linspace(*guidance, num_frames).view(-1, 1, 1, 1)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.data.build import check_dataset
+from megatron_pulse.data.fields import APART
 from megatron_pulse.dataclass_flags import flag_faults, flag_name, marked
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import ProcessChoice
@@ -321,6 +322,12 @@ def _model_faults(backbone: Backbone, options: PulseOptions) -> Iterator[str]:
         yield (
             f"--pulse-class-dropout {options.class_dropout:g}: {backbone.name} has no null class "
             f"for dropped samples. Give 0{grown}"
+        )
+    if {*APART} <= backbone.batch_fields.keys() and options.class_dropout > 1 / (1 + len(APART)):
+        yield (
+            f"--pulse-class-dropout {options.class_dropout:g}: {backbone.name} drops "
+            f"{' alone, '.join(APART)} alone, and both, each with this probability: give at most "
+            "0.33"
         )
     faults: list[str] = []
     with collecting(faults):

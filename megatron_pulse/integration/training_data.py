@@ -194,7 +194,7 @@ class DiffusionData:
             random = options.augmented.clip_start == "random"
             self._augmentation = replace(self._augmentation, random_start=random)
         elif options.clips != ClipChoice():
-            fault = "--pulse-fps and --pulse-frame-stride are for films: it has none"
+            fault = "--pulse-fps, --pulse-frame-stride, --pulse-motion-bucket: it has no films"
             raise DataError(f"--pulse-data {options.data}", [fault], "Leave these flags out.")
         if faults := list(unvaried(self.train, self._augmentation)):
             remedy = "Leave these flags out, or give other data."

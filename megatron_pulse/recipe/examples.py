@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 _FOLDER = Path(__file__).with_name("examples")
@@ -21,6 +22,25 @@ _BACKBONES = {
 """Backbones of recipes that name published weights."""
 _CLASSES = {"flux-lora": "diffusers:FluxTransformer2DModel"}
 """Traced classes of recipes that may quantise their frozen weights, in the size of the weights."""
+_WAN = "diffusers:WanTransformer3DModel"
+_TRACED: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "hunyuanvideo-lora": (
+        "diffusers:HunyuanVideoTransformer3DModel", {"frames": 33, "height": 90, "width": 160}
+    ),
+    "svd": (
+        "diffusers:UNetSpatioTemporalConditionModel",
+        {"num_frames": 14, "num_attention_heads": "5,10,20,20"},
+    ),
+    "wan21-14b-lora": (_WAN, {}),
+    "wan22-5b": (
+        _WAN,
+        {
+            "num_layers": 30, "num_attention_heads": 24, "ffn_dim": 14336, "in_channels": 48,
+            "out_channels": 48,
+        },
+    ),
+}  # fmt: skip
+"""Traced classes of recipes of videos, with the sizes of the published weights."""
 
 
 def example_names() -> list[str]:
@@ -36,6 +56,11 @@ def example_text(name: str) -> str:
 def example_backbone(name: str) -> str | None:
     """Backbone that a recipe trains; None for modules."""
     return _BACKBONES.get(name) or tomllib.loads(example_text(name))["model"].get("backbone")
+
+
+def example_traced(name: str) -> tuple[str, Mapping[str, object]] | None:
+    """Traced class that a recipe trains, and its options in the size of the published weights."""
+    return _TRACED.get(name)
 
 
 def example_class(name: str) -> str | None:

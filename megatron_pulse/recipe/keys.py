@@ -126,6 +126,7 @@ class Data:
     crop: Literal["center", "random"] | None = key("where pictures are cropped", "--pulse-crop")
     fps: Positive | None = key("frames a second of clips", "--pulse-fps")
     frame_stride: Count | None = key("every so many are taken", "--pulse-frame-stride")
+    motion_bucket: NotNegative | None = key("of SVD's clips", "--pulse-motion-bucket")
     clip_start: Literal["middle", "random"] | None = key(
         "where clips begin in films", "--pulse-clip-start"
     )
@@ -163,7 +164,7 @@ class Encoders:
 class Process:
     """Diffusion process; by default that of the weights."""
 
-    objective: Text | None = key("epsilon, v, sample or flow", "--pulse-objective")
+    objective: Text | None = key("epsilon, v, sample, flow or edm", "--pulse-objective")
     noise_schedule: Text | None = key("scaled_linear, linear or cosine", "--pulse-noise-schedule")
     beta_start: Positive | None = key("first beta", "--pulse-beta-start")
     beta_end: Positive | None = key("last beta", "--pulse-beta-end")
@@ -176,9 +177,9 @@ class Process:
         "shift of a flow's times: a number, or dynamic", "--pulse-flow-shift"
     )
     timestep_density: Text | None = key(
-        "uniform; for flow logit_normal, mode or cosmap; else speed", "--pulse-timestep-density"
+        "uniform; for flow, edm logit_normal, mode, cosmap; else speed", "--pulse-timestep-density"
     )
-    logit_mean: float | None = key("of logit_normal", "--pulse-logit-mean")
+    logit_mean: float | None = key("of logit_normal (edm: of ln sigma)", "--pulse-logit-mean")
     logit_std: Positive | None = key("of logit_normal", "--pulse-logit-std")
     mode_scale: float | None = key("of mode", "--pulse-mode-scale")
     min_time: NotNegative | None = key("train times from this share on", "--pulse-min-time")

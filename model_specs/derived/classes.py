@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_pulse.backbone.appended_fields import (
+    IMAGE_EMBEDDING,
     IMAGE_LATENT,
     INPAINT_MASK,
     MASKED_IMAGE,
@@ -137,7 +138,7 @@ def _svd(config: Config, size: Sizes) -> Declared:
     inputs = [
         Input("sample", (size.frames, channels, *sides)),
         _times(),
-        Input("encoder_hidden_states", (1, width), field="context"),
+        Input("encoder_hidden_states", (1, width), field=IMAGE_EMBEDDING),
         Input("added_time_ids", (ids,), "float32"),
     ]
     if more := config.in_channels - channels:

@@ -20,6 +20,7 @@ A dash: nothing fits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any
 
 from megatron_pulse.adapters.adapter import Adapter
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.errors import Faults
 from megatron_pulse.planner.cluster.cluster import BandwidthScope, Cluster, ClusterLink, cluster
 from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.tune.config import Choices
@@ -52,6 +54,17 @@ _WAN, _HUNYUAN = "WanTransformer3DModel", "HunyuanVideoTransformer3DModel"
 MODELS: Mapping[str, Model] = {
     "wan-14b-81f-480p": Model(_WAN, {"frames": 21, "height": 60, "width": 104}),
     "wan-14b-81f-720p": Model(_WAN, {"frames": 21, "height": 90, "width": 160}),
+    "wan-2.2-5b-121f-704p": Model(
+        _WAN,
+        {
+            **{"frames": 31, "height": 44, "width": 80, "num_layers": 30, "ffn_dim": 14336},
+            **{"num_attention_heads": 24, "in_channels": 48, "out_channels": 48},
+        },
+    ),
+    "svd-14f-576x1024": Model(
+        "UNetSpatioTemporalConditionModel",
+        {"num_frames": 14, "height": 72, "width": 128, "num_attention_heads": "5,10,20,20"},
+    ),
     "hunyuanvideo-129f-720p": Model(_HUNYUAN, {}),
     "ltx-2b-121f-704p": Model(
         "LTXVideoTransformer3DModel", {"frames": 16, "height": 22, "width": 38}
@@ -74,6 +87,8 @@ LINKS = ("nvlink", "pcie")
 def machine(gigabytes: int, link: str, devices: int) -> Cluster:
     """Nodes of eight A100s with so much memory."""
     where = replace(cluster("dgx-a100", max(1, devices // 8)), memory_gb=gigabytes)
+    if devices < 8:
+        where = where.part(devices) or where
     if link == "nvlink":
         return where
     across = None if where.nodes == 1 else _NETWORK
@@ -102,7 +117,8 @@ def profile_of(name: str, adapted: bool, folder: Path | None) -> Profile:
         return load_profile(file)
     backbone, roofline = backbone_of(name, adapted), Roofline(PRESETS["A100-80GB"], "bfloat16")
     profile = analyse(backbone, (1,), roofline, running=RUNNING)
-    profile = analyse_context(profile, backbone, roofline, RUNNING)
+    with suppress(Faults):  # tokens of UNets cannot be divided
+        profile = analyse_context(profile, backbone, roofline, RUNNING)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         save_profile(profile, file)

@@ -145,7 +145,7 @@ def text(found: Found, place: Path) -> None:
 
 def video(found: Found, place: Path) -> None:
     """A UNet of videos."""
-    fields = {"context": (1, WIDTH), "added_time_ids": (3,)}
+    fields = {"image_embedding": (1, WIDTH), "added_time_ids": (3,)}
     data = write_latents(place / "latents", (2, 4, 8, 8), **fields)
     of_class(found, video_unet(), data, place)
 

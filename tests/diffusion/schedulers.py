@@ -60,6 +60,10 @@ _TEXTS = {
     '"use_karras_sigmas": false',
     "flux-dev": f'{_FLUX}, "shift": 3.0, "use_dynamic_shifting": true',
     "flux-schnell": f'{_FLUX}, "shift": 1.0, "use_dynamic_shifting": false',
+    "svd": f'"_class_name": "EulerDiscreteScheduler", {_LATENT}, {_OLD}, "clip_sample": false,'
+    '"interpolation_type": "linear", "num_train_timesteps": 1000,'
+    '"prediction_type": "v_prediction", "sigma_max": 700.0, "sigma_min": 0.002,'
+    '"timestep_spacing": "leading", "timestep_type": "continuous", "use_karras_sigmas": true',
 }
 PUBLISHED: dict[str, dict[str, Any]] = {
     name: json.loads("{" + text + "}") for name, text in _TEXTS.items()
@@ -80,4 +84,5 @@ DESCRIBED = {
     "sd3.5": f"flow, shift 3, {_FLOW}",
     "flux-dev": f"flow, shift dynamic:0.5,1.15,256,4096, {_FLOW}",
     "flux-schnell": f"flow, shift 1, {_FLOW}",
+    "svd": "edm, sigma / (1 + sigma) logit_normal(0.7, 1.6), 1000 timesteps",
 }

@@ -5,14 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_pulse.diffusion.loss import signal_to_noise
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import (
     DynamicShift,
     NoiseSchedule,
     Objective,
+    ProcessChoice,
     TimeShift,
     TimestepDensity,
 )
+from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.diffusion.sampling import sample
 
 X0, NOISE = torch.randn(2, 5, 3, 4, 4, generator=torch.Generator().manual_seed(0)).unbind()
@@ -45,6 +48,42 @@ def test_flow_goes_straight_from_sample_to_noise():
     assert torch.equal(target, NOISE - X0)
 
 
+EDM = chosen_process(ProcessChoice(objective="edm"))
+
+
+def test_edm_s_loss_is_that_of_svd_s_trainers():
+    """Of the denoised sample, weighted, in fp64; the network is any function of its inputs."""
+    times = torch.tensor([EDM.timestep(u) for u in (0.001, 0.2, 0.5, 0.8, 0.999)])
+
+    def network(x, time):
+        return (3 * x + time.view(-1, 1, 1, 1)).sin()
+
+    x0, noise = X0.double(), NOISE.double()
+    noisy, target = EDM.noised(x0, noise, times)
+    loss = (network(noisy, times) - target).square().flatten(1).mean(1)
+    sigma = (4 * times.double()).exp().view(-1, 1, 1, 1)
+    at_sigma = x0 + sigma * noise
+    made = network(at_sigma / (sigma**2 + 1).sqrt(), 0.25 * sigma.log())
+    denoised = -sigma / (sigma**2 + 1).sqrt() * made + at_sigma / (sigma**2 + 1)
+    weight = (1 + sigma**2) / sigma**2
+    expected = (weight * (denoised - x0) ** 2).flatten(1).mean(1)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)  # times are fp32
+    torch.testing.assert_close(EDM.clean(noisy, made, times), denoised, rtol=0, atol=1e-6)
+    snr = signal_to_noise(EDM, times)
+    torch.testing.assert_close(snr, sigma.flatten() ** -2, rtol=1e-6, atol=0)
+
+
+def test_edm_s_sigma_is_log_normal():
+    logs = torch.tensor([4 * EDM.timestep((i + 0.5) / 2000) for i in range(2000)])
+    assert logs.mean().item() == pytest.approx(0.7, abs=0.01)
+    assert logs.std().item() == pytest.approx(1.6, abs=0.01)
+    assert EDM.timestep(0.5) == pytest.approx(0.7 / 4)
+    validated = [math.exp(4 * EDM.validation_timestep(i)) for i in range(8)]
+    assert [s / (1 + s) for s in validated] == pytest.approx([(i + 0.5) / 8 for i in range(8)])
+    late = chosen_process(ProcessChoice(min_time=0.5), EDM)
+    assert late.timestep(0.0) == pytest.approx(0.0, abs=1e-9)  # sigma 1
+
+
 def test_cosine_schedule_is_nichol_and_dhariwals():
     process = DiffusionProcess(Objective.V, NoiseSchedule.COSINE)
     noisy, _ = process.noised(
@@ -66,6 +105,9 @@ def test_zero_terminal_snr_ends_in_pure_noise():
 @given(st.floats(0, 1, exclude_max=True), st.sampled_from(Objective))
 def test_timesteps_are_in_range(u, objective):
     timestep = DiffusionProcess(objective).timestep(u)
+    if objective == Objective.EDM:
+        assert math.isfinite(timestep)
+        return
     assert 0 <= timestep < 1000
     if objective != Objective.FLOW:
         assert timestep == math.floor(timestep)
@@ -107,9 +149,10 @@ def test_loss_is_fp32_mean_squared_error():
 def test_noised_rows_do_not_depend_on_the_batch():
     for objective in Objective:
         process = DiffusionProcess(objective)
-        whole = process.noised(X0, NOISE, STEPS)
+        steps = STEPS / 600 if objective == Objective.EDM else STEPS
+        whole = process.noised(X0, NOISE, steps)
         for i in range(5):
-            row = process.noised(X0[i : i + 1], NOISE[i : i + 1], STEPS[i : i + 1])
+            row = process.noised(X0[i : i + 1], NOISE[i : i + 1], steps[i : i + 1])
             assert all(torch.equal(a[i : i + 1], b) for a, b in zip(whole, row, strict=True))
 
 

@@ -27,6 +27,7 @@ PROCESSES = [
     DiffusionProcess(Objective.SAMPLE),
     DiffusionProcess(Objective.SAMPLE, NoiseSchedule.LINEAR, zero_terminal_snr=True),
     DiffusionProcess(Objective.EPSILON, num_timesteps=400, beta_end=0.05),
+    DiffusionProcess(Objective.EDM),
     DiffusionProcess(Objective.V, trained_betas=tuple(2e-5 * (i + 1) for i in range(1000))),
 ]
 
@@ -50,6 +51,7 @@ def gaussian_model(process, mean, std):
             Objective.V: signal * noise - sigma * x0,
             Objective.SAMPLE: x0,
             Objective.FLOW: noise - x0,
+            Objective.EDM: signal * noise - sigma * x0,
         }[process.objective].float()
 
     return model
@@ -57,8 +59,7 @@ def gaussian_model(process, mean, std):
 
 @pytest.mark.parametrize(
     ("process", "eta"),
-    [(p, 0.0) for p in PROCESSES]
-    + [(p, 1.0) for p in PROCESSES[::2] if p.objective != Objective.FLOW],
+    [(p, 0.0) for p in PROCESSES] + [(p, 1.0) for p in PROCESSES[::2] if p.objective.has_betas],
 )
 def test_a_gaussian_is_recovered(process, eta):
     labels = torch.arange(256) % 2

@@ -59,6 +59,17 @@ def test_published_pipelines(name):
     config = PUBLISHED[name]
     process = process_of_scheduler(config)
     assert process.describe() == DESCRIBED[name]
+    if process.objective == Objective.EDM:
+        theirs = scheduler_of(config)
+        theirs.set_timesteps(20)
+        sigma = theirs.sigmas[:-1]
+        signal, noise = (
+            process.noised(one.view(-1, 1), (1 - one).view(-1, 1), theirs.timesteps)[0].flatten()
+            for one in (torch.ones(20), torch.zeros(20))
+        )
+        torch.testing.assert_close(signal, (1 + sigma**2) ** -0.5, rtol=1e-5, atol=0)
+        torch.testing.assert_close(noise / signal, sigma, rtol=1e-5, atol=0)
+        return
     if process.objective != Objective.FLOW:
         assert_same_noise(process, config)
         prediction = {"epsilon": "epsilon", "v": "v_prediction"}[process.objective]
@@ -129,7 +140,12 @@ def processes():
         timestep_density=st.sampled_from([None, "uniform", "logit_normal"]),
         num_timesteps=st.sampled_from([None, 400]),
     )
-    return st.one_of(betas, flows).map(chosen_process)
+    edms = st.builds(
+        lambda **said: ProcessChoice(objective="edm", **said),
+        logit_mean=st.sampled_from([None, 0.0]),
+        timestep_density=st.sampled_from([None, "uniform"]),
+    ).filter(lambda said: said.logit_mean is None or said.timestep_density is None)
+    return st.one_of(betas, flows, edms).map(chosen_process)
 
 
 @given(processes(), st.sampled_from([None, *PUBLISHED]), st.booleans())
@@ -141,7 +157,9 @@ def test_a_scheduler_is_found_for_every_process(process, published, clip):
     config = json.loads(json.dumps(scheduler_of_process(process, clip)))
     assert process_of_scheduler(config) == process
     theirs = scheduler_of(config)
-    if process.objective != Objective.FLOW:
+    if process.objective == Objective.EDM:
+        assert theirs.config.timestep_type == "continuous" and theirs.config.sigma_max == 700
+    elif process.objective != Objective.FLOW:
         assert_same_noise(process, config)
     else:
         assert theirs.config.num_train_timesteps == process.num_timesteps

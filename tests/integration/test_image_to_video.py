@@ -64,7 +64,7 @@ def test_a_picture_is_continued_to_a_film(flags: list[str], tmp_path: Path) -> N
     Image.fromarray(pixels.numpy()).save(tmp_path / "first.png")
     backbone = load_backbone("diffusers:WanTransformer3DModel", SIZES)
     vae = Autoencoder(tmp_path / "vae")
-    rows, fields = continued([tmp_path / "first.png"], backbone, ["a", "b"], 2, vae)
+    rows, fields, _ = continued([tmp_path / "first.png"], backbone, ["a", "b"], 2, vae)
     clip = torch.zeros(3, 5, 32, 32)
     clip[:, 0] = one_picture(tmp_path / "first.png", 3, (32, 32))
     shapes = {"known_mask": SHAPE, "known_video": SHAPE}

@@ -91,6 +91,7 @@ def test_appended_fields_are_read_by_one_layer_and_follow_the_sample(name: str) 
     theirs = {
         "context": "encoder_hidden_states", "context_mask": "encoder_attention_mask",
         "pooled": "pooled_projections", "timesteps": "timestep",
+        "image_embedding": "encoder_hidden_states",
     }  # fmt: skip
     others = {theirs.get(k, k): v for k, v in fields.items() if k not in APPENDED}
     if "guidance" in others:  # as its pipelines

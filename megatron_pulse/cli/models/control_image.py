@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from megatron_pulse.backbone.chain import Backbone
     from megatron_pulse.encoders.autoencoder import Autoencoder
+    from megatron_pulse.encoders.image_encoder import ImageEncoder
 
 
 def controlled(
@@ -102,22 +104,55 @@ def _pixels(shape: tuple[int, ...], autoencoder: Autoencoder | None) -> tuple[in
     return (autoencoder.in_channels, height * autoencoder.factor, width * autoencoder.factor)
 
 
+@dataclass(frozen=True)
+class ClipSettings:
+    """What SVD reads of a clip beside its first frame, as in StableVideoDiffusionPipeline.
+
+    ``noise`` is the strength of the noise on the first frame. It is drawn from ``seed``, as the
+    pipeline's generator draws it if ``as_diffusers``.
+    """
+
+    fps: int = 7
+    motion_bucket: float = 127.0
+    noise: float = 0.02
+    seed: int = 0
+    as_diffusers: bool = False
+
+    def noises(self, count: int, shape: tuple[int, ...]) -> Tensor:
+        """Noise of ``count`` first frames of ``shape``, with its strength."""
+        import torch
+
+        from megatron_pulse.diffusion.noise import first_frame_noise
+
+        if self.as_diffusers:
+            generator = torch.Generator().manual_seed(self.seed)
+            return self.noise * torch.randn((count, *shape), generator=generator)
+        drawn = [first_frame_noise(self.seed, i, 0, shape)[1] for i in range(count)]
+        return self.noise * torch.stack(drawn)
+
+
 def continued(
     files: Sequence[Path],
     backbone: Backbone,
     rows: list[Any],
     each: int,
     autoencoder: Autoencoder | None,
-) -> tuple[list[Any], dict[str, Tensor]]:
+    image_encoder: Callable[[], ImageEncoder] | None = None,
+    settings: ClipSettings | None = None,
+) -> tuple[list[Any], dict[str, Tensor], tuple[int, ...]]:
     """Rows of a sheet, and the fields of a model that continues a first frame, of pictures.
 
-    Pictures belong to rows as those of ``controlled`` do. Raises UserError, also if the backbone
-    continues none.
+    The third result is the shape of the noise on the first frames, empty without. Pictures belong
+    to rows as those of ``controlled`` do. ``image_encoder`` opens that of SVD's pipeline folder.
+    Raises UserError, also if the backbone continues none.
     """
     if not files:
-        return rows, {}
+        return rows, {}, ()
     import torch
 
+    from megatron_pulse.backbone.appended_fields import IMAGE_EMBEDDING, TIME_IDS
+    from megatron_pulse.data.dataset import FieldSpec, Framing
+    from megatron_pulse.data.fields import default_value
     from megatron_pulse.data.images.inpainting import one_picture
     from megatron_pulse.encoders.first_frame import (
         FIRST_FRAME,
@@ -141,12 +176,27 @@ def continued(
     channels, factor = autoencoder.in_channels, autoencoder.factor
     vae = autoencoder
 
-    def begun(file: Path) -> dict[str, Tensor]:
-        clip = torch.zeros(channels, count, height * factor, width * factor)
-        clip[:, 0] = one_picture(file, channels, (height * factor, width * factor))
-        return first_frame_fields(shapes, clip, vae)
+    encoder, noises, given = None, None, settings or ClipSettings()
+    if IMAGE_EMBEDDING in shapes:
+        if image_encoder is None:
+            raise UserError("--image: its pipeline folder embeds the first frame: give --encoders")
+        encoder = image_encoder()
+        noises = given.noises(len(files), (channels, height * factor, width * factor))
 
-    return rows, _fields_of(files, each, begun)
+    def begun(number: int) -> dict[str, Tensor]:
+        clip = torch.zeros(channels, count, height * factor, width * factor)
+        clip[:, 0] = one_picture(files[number], channels, (height * factor, width * factor))
+        noise = None if noises is None else noises[number]
+        return first_frame_fields(shapes, clip, vae, encoder, noise)
+
+    fields = _fields_of(range(len(files)), each, begun)
+    if (spec := backbone.batch_fields.get(TIME_IDS)) is not None:
+        framing = Framing((1, 1), (0, 0), (1, 1), given.fps, given.motion_bucket)
+        ids = default_value(TIME_IDS, FieldSpec(spec.shape, spec.dtype), framing)
+        if ids is not None:
+            ids[-1] = given.noise
+            fields[TIME_IDS] = ids.expand(len(rows) * each, *ids.shape)
+    return rows, fields, () if noises is None else tuple(noises.shape)
 
 
 def _fields_of[File](

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from megatron_pulse.backbone.appended_fields import REFERENCE_IMAGE
+from megatron_pulse.backbone.appended_fields import IMAGE_EMBEDDING, REFERENCE_IMAGE, TIME_IDS
 from megatron_pulse.backbone.layer_selection import size_options
 from megatron_pulse.backbone.shape_buckets import at_shape
 from megatron_pulse.cli.backbone_flags import options_of
@@ -50,12 +50,14 @@ from megatron_pulse.data.picture_choice import BUCKETS, RANDOM, ClipChoice, Shap
 from megatron_pulse.data.picture_shapes import picture_shapes
 from megatron_pulse.data.split_groups import name_hash
 from megatron_pulse.dataclass_flags import DTYPES, read_flags
+from megatron_pulse.diffusion.noise import first_frame_noise
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
 from megatron_pulse.encoders.first_frame import (
     FIRST_FRAME,
     first_frame_fields,
     starts_from_frame,
 )
+from megatron_pulse.encoders.image_encoder import ImageEncoder
 from megatron_pulse.errors import UserError
 from megatron_pulse.profile.measurement.machine import compute_as_a_rank
 from megatron_pulse.progress import ProgressLine
@@ -73,6 +75,9 @@ _POSTERIORS = {
     "sample": "a sample of each posterior",
     "mean": "the mean of each posterior",
 }
+FRAME_NOISE = -3.0, 0.5
+"""Mean and deviation of the logarithm of the first frame's noise, in training SVD (Blattmann et al.
+2023, appendix D)."""
 _ASIDE_S = 5.0
 """How often what other ranks have written is looked for."""
 _NAMED = 3
@@ -186,7 +191,8 @@ def _write_store(
     output: Path,
 ) -> None:
     """Encode what is not yet in the store ``output`` of samples of one shape."""
-    if args.encoders is not None and not dataset.has_captions:
+    embeds = backbone is not None and IMAGE_EMBEDDING in backbone.batch_fields
+    if args.encoders is not None and not dataset.has_captions and not embeds:
         require([f"--encoders: {args.source} has no captions; give only --vae"])
     if dataset.has_captions and args.encoders is None and text_states is None and not place.rank:
         print(f"captions of {args.source} are left out: --encoders writes their states")
@@ -213,6 +219,12 @@ def _write_store(
         for name in sorted(FIRST_FRAME & {*backbone.batch_fields}):
             fields[name] = FieldSpec(backbone.batch_fields[name].shape)
             made_by[name] = made_by[LATENT]
+    image_encoder = None
+    if embeds:
+        image_encoder = _open_image_encoder(args)
+        made_by[IMAGE_EMBEDDING] = image_encoder.made_by()
+    elif args.frame_noise is not None:
+        require(["--frame-noise is for a --backbone that reads the first frame's embedding (SVD)"])
     layout = LatentLayout(
         shape=shape,
         num_classes=dataset.num_classes,
@@ -248,7 +260,7 @@ def _write_store(
             return
         if there and not place.rank:
             print(f"resuming after {there} of {len(dataset)} samples")
-        _write(writer, dataset, autoencoder, args, place)
+        _write(writer, dataset, autoencoder, image_encoder, args, place)
     if not writer.complete:
         print(
             f"rank {place.rank} has written its share; {writer.count()} of {len(dataset)} samples "
@@ -294,6 +306,14 @@ def _encoded(
     return Encoded(dataset, encoders, fields), dict(made_by)
 
 
+def _open_image_encoder(args: argparse.Namespace) -> ImageEncoder:
+    """Vision encoder of the pipeline folder."""
+    if args.encoders is None:
+        require([f"--backbone {args.backbone} reads an embedding of the first frame: --encoders"])
+    dtype = getattr(torch, DTYPES[args.encoders_dtype]) if args.encoders_dtype else None
+    return ImageEncoder(args.encoders, dtype)
+
+
 def _open_texts(args: argparse.Namespace, backbone: Backbone | None) -> _Texts | None:
     """Text encoders or tokenizers of the backbone, its fields, and what made each."""
     if backbone is None or args.encoders is None:
@@ -334,6 +354,7 @@ def _write(
     writer: LatentWriter,
     dataset: DiffusionDataset,
     autoencoder: Autoencoder | None,
+    image_encoder: ImageEncoder | None,
     args: argparse.Namespace,
     place: RankOfJob,
 ) -> None:
@@ -356,7 +377,12 @@ def _write(
                     if autoencoder is not None:
                         given |= appended_latents(given, fields, autoencoder)
                     if autoencoder is not None and first:
-                        given |= first_frame_fields(first, _clip(dataset.image(i)), autoencoder)
+                        clip, noise = _clip(dataset.image(i)), None
+                        if image_encoder is not None:
+                            noise, strength = _frame_noise(args, i, clip)
+                            ids = given[TIME_IDS]
+                            given[TIME_IDS] = torch.cat([ids[:-1], ids.new_tensor([strength])])
+                        given |= first_frame_fields(first, clip, autoencoder, image_encoder, noise)
                     if dataset.frames:
                         given[FRAMING] = framing_field(dataset.framing(i))
                     if autoencoder is not None and _posterior(args) == "sample":
@@ -384,6 +410,16 @@ def _write(
                 progress.line.advance(len(indices))
             if place.num_ranks > 1:
                 progress.look_aside()
+
+
+def _frame_noise(
+    args: argparse.Namespace, index: int, clip: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """Noise on the first frame of a clip, and its strength; functions of the sample alone."""
+    number, noise = first_frame_noise(0, index, 0, tuple(clip[:, 0].shape))
+    mean, deviation = args.frame_noise or FRAME_NOISE
+    strength = float(np.exp(mean + deviation * number))
+    return strength * noise, strength
 
 
 def _posteriors(
@@ -432,6 +468,8 @@ def _wanted(
         fields |= inpainting_specs((args.channels, *size))
     if backbone is not None and REFERENCE_IMAGE in backbone.batch_fields and size is not None:
         fields[REFERENCE_IMAGE] = FieldSpec((args.channels, *size))
+    if backbone is not None and TIME_IDS in backbone.batch_fields:
+        fields[TIME_IDS] = FieldSpec(backbone.batch_fields[TIME_IDS].shape)
     if size is None or not fields and len(size) < 3:
         return None
     return WantedFields(_pixels(args.channels, size), fields)
@@ -537,5 +575,9 @@ def _source(
         text += f", masks {args.inpaint_masks}"
     if (clips := read_flags(ClipChoice, args)) != ClipChoice():
         rate = "" if clips.fps is None else f" at {clips.fps:g} frames a second"
-        text += f", frame stride {clips.frame_stride}{rate}"
+        moved = "" if clips.motion_bucket == ClipChoice().motion_bucket else ", motion bucket "
+        moved += f"{clips.motion_bucket:g}" * bool(moved)
+        text += f", frame stride {clips.frame_stride}{rate}{moved}"
+    if args.frame_noise is not None:
+        text += f", frame noise {args.frame_noise}"
     return text if autoencoder is None else f"{text}, {_POSTERIORS[_posterior(args)]}"

@@ -6,12 +6,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.backbone.appended_fields import REFERENCE_IMAGE
+from megatron_pulse.backbone.appended_fields import REFERENCE_IMAGE, TIME_IDS
 from megatron_pulse.backbone.recorded_sizes import GIVES_SIZE, options_at_size
 from megatron_pulse.cli import run_command
 from megatron_pulse.cli.backbone_flags import add_option_flag, option_faults, options_of
@@ -25,7 +26,13 @@ from megatron_pulse.cli.flag_checks import (
     warn,
 )
 from megatron_pulse.cli.import_megatron import prepare_megatron
-from megatron_pulse.cli.models.control_image import continued, controlled, inpainted, referenced
+from megatron_pulse.cli.models.control_image import (
+    ClipSettings,
+    continued,
+    controlled,
+    inpainted,
+    referenced,
+)
 from megatron_pulse.cli.models.encoder_flags import (
     add_encoder_flags,
     add_vae_tiling,
@@ -44,6 +51,7 @@ from megatron_pulse.cli.output import add_json, print_result
 from megatron_pulse.cli.shared_flags import add_checkpoint_flags
 from megatron_pulse.dataclass_flags import (
     ABOVE_ZERO,
+    DTYPES,
     FROM_ZERO,
     FROM_ZERO_TO_ONE,
     PIXELS,
@@ -61,18 +69,21 @@ from megatron_pulse.diffusion.process_flags import (
     ProcessChoice,
     SamplingNoise,
 )
-from megatron_pulse.encoders.sample_decoder import SampleDecoder
+from megatron_pulse.encoders.sample_decoder import FPS, SampleDecoder
 from megatron_pulse.errors import UserError, collecting
 from megatron_pulse.integration.flags.sample_flags import (
     DEFAULT_BATCH,
     DEFAULT_GUIDANCE,
     DEFAULT_STEPS,
     SEED,
+    guidance_text,
     parse_classes,
+    parse_guidance,
 )
 from megatron_pulse.mp4 import require_pyav
 
 if TYPE_CHECKING:
+    from megatron_pulse.encoders.image_encoder import ImageEncoder
     from megatron_pulse.integration.pipeline_sampling import SamplingJob
     from megatron_pulse.integration.sampling import Request, TrainedModel
 
@@ -110,6 +121,8 @@ examples:
 """
 
 
+SVD = ClipSettings()
+"""Settings of SVD's pipeline."""
 _STEPS_END = "the timesteps of the model's process"
 _STEPS = Range(lambda value: 1 <= value <= 1_000_000, f"from 1 to {_STEPS_END}")
 
@@ -180,9 +193,27 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default=DEFAULT_BATCH,
     )
     add(
-        "--guidance W",
+        "--guidance W|W,W",
         "classifier-free guidance; 1 is none (default 2; 1 after training with "
-        "--pulse-class-dropout 0, unless there is a --negative-prompt)",
+        "--pulse-class-dropout 0, unless there is a --negative-prompt); of SVD that of the first "
+        "and of the last frame, 1,3 in its pipeline",
+        type=parse_guidance,
+    )
+    add(
+        "--low-noise DIR",
+        "checkpoint of the expert for times below the boundary (Wan 2.2: transformer_2); --load is "
+        "that for later ones",
+        type=Path,
+    )
+    add(
+        "--boundary-ratio R",
+        "share of the process where --low-noise begins (default: where --pulse-min-time of the one "
+        "and --pulse-max-time of the other meet)",
+        type=FROM_ZERO_TO_ONE.read,
+    )
+    add(
+        "--low-noise-guidance W",
+        "guidance of --low-noise (default: --guidance)",
         within=FROM_ZERO,
         type=float,
     )
@@ -219,10 +250,16 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add(
         "--fps R",
-        "frames a second of -o .gif and .mp4 (default 16)",
+        "frames a second of -o .gif and .mp4, which SVD also reads (default 16; SVD 7)",
         type=float,
         within=ABOVE_ZERO,
-        default=16.0,
+    )
+    add("--motion-bucket M", "motion that SVD reads (default 127)", within=FROM_ZERO, type=float)
+    add(
+        "--frame-noise S",
+        "strength of the noise on SVD's first frame (default 0.02)",
+        within=FROM_ZERO,
+        type=float,
     )
     add_json(parser)
     process = parser.add_argument_group(
@@ -257,10 +294,10 @@ def run(args: argparse.Namespace) -> None:
             sys.exit(2)
 
 
-def _load(args: argparse.Namespace, job: SamplingJob | None) -> TrainedModel:
+def _load(args: argparse.Namespace, job: SamplingJob | None, on_host: bool = False) -> TrainedModel:
     from megatron_pulse.integration.sampling import load_model
 
-    load = load_model if job is None else job.load_model
+    load = partial(load_model, on_host=on_host) if job is None else job.load_model
     with as_user_error(ValueError):
         return load(
             args.load,
@@ -309,9 +346,15 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
     from megatron_pulse.data.digit_score import digit_score
     from megatron_pulse.diffusion.sampling import noise_left
     from megatron_pulse.diffusion.scheduler_export import describe_sampler
+    from megatron_pulse.integration.experts import with_low_noise
     from megatron_pulse.integration.sampling import Sampler, sample_images
 
-    model = _load(args, job)
+    model, boundary = _load(args, job), 0.0
+    if args.low_noise is not None:
+        second = {"load": args.low_noise, "iteration": None}
+        low = _load(argparse.Namespace(**{**vars(args), **second}), None, on_host=True)
+        with as_user_error(ValueError):
+            model, boundary = with_low_noise(model, low, args.boundary_ratio)
     for change in model.changes:
         print(change, file=sys.stderr)
     if (shapes := model.backbone.num_shapes) > 1:
@@ -328,12 +371,12 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
     take_encoders_of(args, model.arguments)
     vae = autoencoder_folder(args)
     drawing = _drawing(vae, model, args.vae_tiling)
-    kind, rows, request = _asked(args, model, drawing)
+    kind, rows, request, drawn_before = _asked(args, model, drawing)
     require(_check_model(args, model, kind, rows, drawing))
     warn(noise_left(model.process, args.steps))
     asked = [row for row in rows for _ in range(args.per_class)]
     with as_user_error(ValueError, OSError):
-        wanted = request(model, asked)
+        wanted = replace(request(model, asked), drawn_before=drawn_before)
     guidance, unguided = _guidance(args, model, bool(wanted.null))
     settings = Sampler(
         args.steps,
@@ -342,6 +385,7 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
         args.eta,
         SamplingNoise(args.noise),
         FlowGrid(args.flow_grid),
+        None if args.low_noise_guidance is None else (boundary, args.low_noise_guidance),
     )
     with as_user_error(ValueError, OSError):
         if job is not None:
@@ -350,9 +394,11 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
             shows = sys.stderr.isatty()
             samples = sample_images(model, wanted, settings, args.batch_size, progress=shows)
     weights = "raw" if args.raw else "averaged"
-    sampler, is_flow = describe_sampler(model.process), model.process.objective == Objective.FLOW
+    sampler, objective = describe_sampler(model.process), model.process.objective
     record: dict[str, Any] = {
         "checkpoint": str(model.folder),
+        "low_noise": None if args.low_noise is None else str(args.low_noise),
+        "boundary_ratio": boundary / model.process.num_timesteps or None,
         "backbone": model.backbone.name,
         "options": options_of(args),
         "height": args.height,
@@ -362,8 +408,8 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
         "sampler": sampler,
         "num_steps": args.steps,
         "guidance": guidance,
-        "eta": None if is_flow else args.eta,
-        "flow_grid": args.flow_grid if is_flow else None,
+        "eta": args.eta if objective.has_betas else None,
+        "flow_grid": args.flow_grid if objective == Objective.FLOW else None,
         "seed": args.seed,
         "noise": args.noise,
         kind: asked,
@@ -378,7 +424,8 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
         score = digit_score(samples, torch.tensor(asked), args.score)
         record["score"] = score.to_dict()
     captions = _captions(kind, rows, args.per_class)
-    write = writer_of(args.output, drawing, args.per_class, captions, args.fps)
+    fps = args.fps or (SVD.fps if TIME_IDS in model.backbone.batch_fields else FPS)
+    write = writer_of(args.output, drawing, args.per_class, captions, fps)
     with as_user_error(OSError):
         record |= write(samples)
     lines = [] if score is None else [str(score)]
@@ -394,7 +441,7 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
 
 def _guidance(
     args: argparse.Namespace, model: TrainedModel, has_null: bool
-) -> tuple[float | None, str]:
+) -> tuple[float | tuple[float, float] | None, str]:
     """The guidance to sample with, and why it is none where nothing was said, for the report.
 
     None if there is no conditioning that can be dropped. Guidance away from a null class or caption
@@ -404,7 +451,7 @@ def _guidance(
     from megatron_pulse.integration.flags.recipe_keys import with_keys
     from megatron_pulse.recipe.flags import keys_by_flag
 
-    given = DEFAULT_GUIDANCE if args.guidance is None else float(args.guidance)
+    given = DEFAULT_GUIDANCE if args.guidance is None else args.guidance
     if not has_null:
         lacks = f"{model.backbone.name} is unconditional"
         if model.is_conditional:
@@ -413,8 +460,8 @@ def _guidance(
             return None, f"; not guided: {lacks}"
         if given != 1:
             raise UserError(
-                f"--guidance {given:g}: {lacks}, so there is nothing to guide away from; leave it "
-                "out"
+                f"--guidance {guidance_text(given)}: {lacks}, so there is nothing to guide away "
+                "from; leave it out"
             )
         return None, ""
     if given == 1:
@@ -441,8 +488,8 @@ def _check(args: argparse.Namespace) -> list[str]:
     if args.vae is not None and output_of(args.output) is Output.TENSORS:
         faults.append("--vae decodes samples, and -o FILE.safetensors writes them undecoded")
     faults += encoder_faults(args)
-    if args.encoders is not None and not args.prompt and args.from_data is None:
-        faults.append("--encoders is for --prompt, or for --from-data that it encodes")
+    if args.encoders is not None and not args.prompt and args.from_data is None and not args.image:
+        faults.append("--encoders is for --prompt, --image, or for --from-data that it encodes")
     if args.negative_prompt is not None and not args.prompt:
         faults.append("--negative-prompt is for --prompt")
     elif args.negative_prompt is not None and args.guidance == 1:
@@ -464,6 +511,18 @@ def _check(args: argparse.Namespace) -> list[str]:
     ]
     if args.data is not None and args.from_data is None:
         faults.append("--data is for --from-data")
+    if args.low_noise is None:
+        for name in ("boundary-ratio", "low-noise-guidance"):
+            if getattr(args, name.replace("-", "_")) is not None:
+                faults.append(f"--{name} is for --low-noise")
+    elif not args.low_noise.is_dir():
+        faults.append(f"--low-noise {args.low_noise} is not a folder of a checkpoint")
+    elif (args.devices or int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        faults.append("--low-noise: two experts are sampled in one process: leave --devices out")
+    elif isinstance(args.guidance, tuple):
+        faults.append(f"--guidance {guidance_text(args.guidance)}: give one number to two experts")
+    elif args.low_noise_guidance is not None and args.guidance in (None, 1):
+        faults.append("--low-noise-guidance: also give --guidance, other than 1")
     if args.classes is not None:
         with collecting(faults):
             parse_classes(args.classes)
@@ -479,12 +538,13 @@ def _check(args: argparse.Namespace) -> list[str]:
 
 def _asked(
     args: argparse.Namespace, model: TrainedModel, drawing: SampleDecoder
-) -> tuple[str, list[Any], Callable[[TrainedModel, list[Any]], Request]]:
-    """What the rows of the picture are, as the report calls it; each row's; how to ask for some."""
+) -> tuple[str, list[Any], Callable[[TrainedModel, list[Any]], Request], tuple[int, ...]]:
+    """What the rows of the picture are, as the report calls it; each row's; how to ask for some;
+    the shape of the noise on first frames."""
     from megatron_pulse.integration import sampling
 
     if args.from_data is not None:
-        return "validation_samples", list(range(args.from_data)), sampling.request_from_data
+        return "validation_samples", list(range(args.from_data)), sampling.request_from_data, ()
     classes = list(range(min(model.num_classes or 1, 10)))
     if args.classes is not None:
         classes = parse_classes(args.classes)
@@ -492,11 +552,15 @@ def _asked(
         args.control_image, model.backbone, args.prompt or classes, args.per_class
     )
     of_row = model.backbone, rows, args.per_class, drawing.autoencoder
+    noise_shape: tuple[int, ...] = ()
     if args.mask:
         rows, masked = inpainted(list(zip(args.image, args.mask, strict=True)), *of_row)
+    elif REFERENCE_IMAGE in model.backbone.batch_fields:
+        rows, masked = referenced(args.image, *of_row)
     else:
-        seen = referenced if REFERENCE_IMAGE in model.backbone.batch_fields else continued
-        rows, masked = seen(args.image, *of_row)
+        rows, masked, noise_shape = continued(
+            args.image, *of_row, _image_encoder(args), _clip_settings(args, model)
+        )
     beside = {**beside, **masked}
     if args.prompt and args.encoders is not None:
         opened = open_encoders(args, model.backbone.name, model.backbone)
@@ -514,14 +578,49 @@ def _asked(
             return sampling.request_encoded(model, prompts, encoders, size, negative, beside)
 
         _warn_of_cut([*args.prompt, *filter(None, [negative])], encoders.excess, "token")
-        return "prompts", rows, encoded
+        return "prompts", rows, encoded, noise_shape
     if args.negative_prompt is not None:
         raise UserError("--negative-prompt needs text encoders: give --encoders DIR")
     if args.prompt:
         if not model.no_words:
             _warn_of_cut(args.prompt, model.word_encoder.excess, "word")
-        return "prompts", rows, partial(sampling.request_prompts, beside=beside)
-    return "labels", rows, partial(sampling.request_classes, beside=beside)
+        return "prompts", rows, partial(sampling.request_prompts, beside=beside), noise_shape
+    return "labels", rows, partial(sampling.request_classes, beside=beside), noise_shape
+
+
+def _image_encoder(args: argparse.Namespace) -> Callable[[], ImageEncoder] | None:
+    """How to open the vision encoder of ``--encoders``."""
+    if args.encoders is None:
+        return None
+    import torch
+
+    from megatron_pulse.encoders.image_encoder import ImageEncoder
+
+    dtype = getattr(torch, DTYPES[args.encoders_dtype]) if args.encoders_dtype else None
+    return partial(ImageEncoder, args.encoders, dtype)
+
+
+def _clip_settings(args: argparse.Namespace, model: TrainedModel) -> ClipSettings:
+    """Settings of SVD's clips; raises UserError if the model reads none."""
+    given = {
+        "--motion-bucket": args.motion_bucket,
+        "--frame-noise": args.frame_noise,
+    }
+    if not {TIME_IDS} <= model.backbone.batch_fields.keys():
+        require(
+            [
+                f"{flag}: {model.backbone.name} does not read it: leave it out"
+                for flag, value in given.items()
+                if value is not None
+            ]
+        )
+    return ClipSettings(
+        fps=SVD.fps if args.fps is None else max(1, round(args.fps)),
+        motion_bucket=SVD.motion_bucket if args.motion_bucket is None else args.motion_bucket,
+        noise=SVD.noise if args.frame_noise is None else args.frame_noise,
+        seed=args.seed,
+        as_diffusers=args.noise == SamplingNoise.DIFFUSERS,
+    )
 
 
 def _warn_of_cut(texts: list[str], excess: Callable[[str], int], unit: str) -> None:
@@ -557,8 +656,10 @@ def _check_model(
     most = process.num_timesteps
     if args.steps > most:
         faults.append(f"--steps is {args.steps:,}; it must be from 1 to {most:,}, {_STEPS_END}")
-    if process.objective == Objective.FLOW and args.eta:
-        faults.append("--eta is DDIM's, and the model's process is flow: leave it out")
+    if not process.objective.has_betas and args.eta:
+        faults.append(
+            f"--eta is DDIM's, and the model's process is {process.objective}: leave it out"
+        )
     if process.objective != Objective.FLOW and args.flow_grid != FlowGrid.EVEN:
         faults.append(
             f"--flow-grid {args.flow_grid} is flow's, and the model's process is "

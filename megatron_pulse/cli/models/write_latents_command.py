@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from functools import partial
 from pathlib import Path
@@ -106,6 +107,11 @@ def add_write_latents(
         default=RANDOM,
     )
     add(
+        "--frame-noise MEAN,STD",
+        "of the logarithm of the strength of the noise on SVD's first frames (default -3,0.5)",
+        type=_frame_noise,
+    )
+    add(
         "--store-text",
         "store states of --encoders (default), or token ids, some thousandth of the bytes",
         choices=["states", "tokens"],
@@ -189,6 +195,17 @@ def _check(args: argparse.Namespace) -> list[str]:
         if any(not path.name.startswith((".", "null-")) for path in args.output.iterdir()):
             faults.append(f"--output {args.output} holds other files; name a new folder")
     return faults
+
+
+def _frame_noise(text: str) -> tuple[float, float]:
+    """``"-3,0.5"`` as mean and deviation; raises ArgumentTypeError."""
+    try:
+        mean, deviation = map(float, text.split(","))
+    except ValueError:
+        mean, deviation = math.nan, 0.0
+    if not (math.isfinite(mean) and 0 <= deviation < math.inf):
+        raise argparse.ArgumentTypeError(f"{text!r}: write mean and deviation as -3,0.5")
+    return mean, deviation
 
 
 def _text_states(text: str) -> tuple[int, int]:

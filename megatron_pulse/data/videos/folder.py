@@ -12,7 +12,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -76,6 +76,14 @@ def frame_numbers(
     moments = [place * max(way, 0.0) + i * apart + _INSTANT_S for i in range(count)]
     found = np.array(np.searchsorted(seconds, moments, side="right") - 1)
     return found
+
+
+def frame_rate(film: Film | int, choice: ClipChoice) -> float | None:
+    """Frames a second of a clip; None of frames without times."""
+    if isinstance(film, int) or len(film.pts) < 2:
+        return None
+    rate = choice.fps or (len(film.pts) - 1) / float(film.seconds[-1])
+    return rate / choice.frame_stride
 
 
 @dataclass(frozen=True)
@@ -296,7 +304,10 @@ class VideoFolder(WordedImages):
         assert head is not None
         target, place = self.shapes[self.shape_index(index)], None
         place = None if variation is None else variation.crop
-        return Framing(head[:2], Crop.of((head[1], head[0]), target, place).corner, target)
+        corner = Crop.of((head[1], head[0]), target, place).corner
+        rate = frame_rate(self._films[self.files[index]], self.choice)
+        whole = Framing(head[:2], corner, target, motion_bucket=self.choice.motion_bucket)
+        return whole if rate is None else replace(whole, fps=max(1, round(rate)))
 
     @property
     def remedy(self) -> str:

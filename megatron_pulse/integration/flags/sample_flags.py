@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -138,6 +139,19 @@ class SampleChoice:
             for each in fields(self)
             if each.name != "sample_every" and getattr(self, each.name) != each.default
         ]
+
+
+def parse_guidance(text: str) -> float | tuple[float, float]:
+    """``"5"``, or ``"1,3"`` for the first and the last frame; raises ArgumentTypeError."""
+    scales = tuple(FROM_ZERO.read(part) for part in text.split(","))
+    if len(scales) > 2:
+        raise argparse.ArgumentTypeError(f"{text!r} has {len(scales)} numbers: give one, or two")
+    return scales[0] if len(scales) == 1 else (scales[0], scales[1])
+
+
+def guidance_text(scales: float | tuple[float, float]) -> str:
+    """Text of guidance scales, which ``parse_guidance`` reads."""
+    return ",".join(f"{s:g}" for s in (scales if isinstance(scales, tuple) else (scales,)))
 
 
 def parse_classes(text: str, flag: str = "--classes") -> list[int]:

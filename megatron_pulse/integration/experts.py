@@ -1,0 +1,69 @@
+"""Sampling with two experts, each for its range of times, as Wan 2.2 A14B does.
+
+diffusers' ``transformer`` denoises at times from ``boundary_ratio`` on, ``transformer_2`` below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_pulse.errors import format_faults
+from megatron_pulse.runtime.tensor_settings import compute_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_pulse.diffusion.sampling import Fields
+    from megatron_pulse.integration.sampling import TrainedModel
+
+
+def with_low_noise(
+    high: TrainedModel, low: TrainedModel, boundary_ratio: float | None = None
+) -> tuple[TrainedModel, float]:
+    """Model that predicts with ``low`` at times below a boundary, and the boundary's timestep.
+
+    The boundary is a share of the process; None is where both ranges of training meet. Only the
+    expert in use is on the compute device, the other one on the host. Raises ValueError for experts
+    that do not fit together.
+    """
+    boundary = high.process.min_time if boundary_ratio is None else boundary_ratio
+    if faults := _faults(high, low, boundary, boundary_ratio is None):
+        raise ValueError(format_faults(f"experts {high.folder} and {low.folder}", faults))
+    timestep, experts = boundary * high.process.num_timesteps, (low, high)
+    used: list[TrainedModel] = []
+
+    def predict(
+        noisy: Tensor, timesteps: Tensor, conditioning: Fields, batch_size: int | None = None
+    ) -> Tensor:
+        chosen = experts[float(timesteps[0]) >= timestep]
+        if used != [chosen]:
+            for other in experts:
+                if other is not chosen:
+                    other.move(torch.device("cpu"))
+            chosen.move(compute_device())
+            used[:] = [chosen]
+        return chosen.predict(noisy, timesteps, conditioning, batch_size)
+
+    return replace(high, predict=predict), timestep
+
+
+def _faults(
+    high: TrainedModel, low: TrainedModel, boundary: float, is_of_training: bool
+) -> list[str]:
+    faults = [f"diffusion process: {each}" for each in high.process.differences(low.process)]
+    if high.backbone.sample_spec != low.backbone.sample_spec:
+        faults.append(f"samples are {high.backbone.sample_spec} and {low.backbone.sample_spec}")
+    if high.backbone.batch_fields != low.backbone.batch_fields:
+        read = ", ".join(sorted(high.backbone.batch_fields)), ", ".join(low.backbone.batch_fields)
+        faults.append(f"they read {read[0]} and {read[1]}, or of other shapes")
+    if not 0 < boundary < 1:
+        faults.append("no boundary between them is known: give --boundary-ratio (Wan 2.2: 0.875)")
+    elif is_of_training and low.process.max_time != boundary:
+        faults.append(
+            f"they were trained at times from {boundary:g} on and below "
+            f"{low.process.max_time:g}: give --boundary-ratio"
+        )
+    return faults
