@@ -15,6 +15,7 @@ from megatron_pulse.tracing.input_roles import Make, read_inputs
 from megatron_pulse.tracing.torch_export import export
 from megatron_pulse.tracing.units import UnitChain, derive
 from tests.tracing.unlike import Answer
+from tests.tracing.zoo.declared import Roles
 
 
 def chain_equal_to(
@@ -23,17 +24,22 @@ def chain_equal_to(
     sample: str | None = None,
     output: int | None = None,
     pieces: bool = True,
+    roles: Roles | None = None,
 ) -> UnitChain:
     """The chain of ``module``, whose output and gradients are the module's bit for bit."""
     name = type(module).__name__
-    read = read_inputs(name, given, sample, None, ())
+    read = read_inputs(name, given, **vars(roles or Roles(sample)))
     example = read.make(read.size)
     exported = export(module, example, read.constants, output)
     chain = derive(exported, name, read.sample, pieces)
     returned = module(**example)
     returned = vars(returned) if isinstance(returned, Answer) else returned
     results = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
-    tensors = {n: leaf for n, leaf in leaves_of(example).items() if isinstance(leaf, Tensor)}
+    tensors = {
+        n: leaf
+        for n, leaf in leaves_of(example).items()
+        if isinstance(leaf, Tensor) and n not in read.constants
+    }
     wanted, found = results[output or 0], run(chain, tensors)
     assert torch.equal(wanted, found)
     names, parameters = zip(*module.named_parameters(), strict=True)
