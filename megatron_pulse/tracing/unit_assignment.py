@@ -13,6 +13,7 @@ Operations that depend on neither inputs nor parameters are constants, computed 
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -120,6 +121,7 @@ class UnitAssignment:
         return [(min(found), max(found)) for found in uses.values() if len(found) > 1]
 
     def _name(self, base: str) -> None:
+        base = re.sub(r"[^\w.]", "_", base)  # keys of a ModuleDict may be any text
         base = base if base[:1].isalpha() or base[:1] == "_" else f"module.{base}".rstrip(".")
         name, n = base, 1
         while name in self.names:

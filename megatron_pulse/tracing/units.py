@@ -23,7 +23,8 @@ class Unit:
     """One link or embedder: ``graph(*takes, *state) -> gives``.
 
     ``boundary`` is passed to the next unit; ``pushes`` and ``provides`` reach later ones; ``pops``
-    are skips that end here. ``weights`` are the qualified names of the parameters among ``state``.
+    are skips that end here. ``weights`` are the qualified names of the parameters among ``state``,
+    and of those that a unit only holds.
     """
 
     name: str
@@ -63,6 +64,8 @@ def work_of(unit: Unit, chain: UnitChain, marked: Collection[str] = ()) -> str:
         held = chain.state.get(name)
         kind = _constant_kinds(chain)[name] if held is None else _kind_of(held)
         lines.append((kind, name in unit.weights, name in marked))
+    held_only = [name for name in unit.weights if name not in unit.state]
+    lines.append([_kind_of(chain.state[name]) for name in held_only])
     return hashlib.sha256(repr(lines).encode()).hexdigest()
 
 
@@ -181,6 +184,8 @@ def _units(placing: UnitAssignment, module: str) -> list[Unit]:
         for k, own in enumerate(members)
     ]
     weights = [tuple(exported.names[a] for a in own if a in exported.weights) for own in read]
+    for name, k in _idle(exported, weights):
+        weights[k] += (name,)
     faults = [
         (
             f"{n.name}, at {place_of(n)}, passes between layers, but is not a tensor of known size "
@@ -207,6 +212,26 @@ def _units(placing: UnitAssignment, module: str) -> list[Unit]:
             )
         )
     return units
+
+
+def _idle(exported: Exported, weights: Sequence[Sequence[str]]) -> list[tuple[str, int]]:
+    """Parameters that no unit uses, each with the unit whose parameters are nearest by name.
+
+    Units hold them, so that a checkpoint has all weights of the module.
+    """
+    near: dict[tuple[str, ...], int] = {}  # prefixes of names
+    for k, own in enumerate(weights):
+        for path in (tuple(name.split(".")) for name in own):
+            for depth in range(len(path)):
+                near.setdefault(path[:depth], k)
+    used = {name for own in weights for name in own}
+    found = []
+    for name in dict.fromkeys(exported.names[a] for a in exported.weights):
+        path = tuple(name.split("."))
+        if name not in used:
+            prefix = next(path[:depth] for depth in reversed(range(len(path))) if path[:depth] in near)
+            found.append((name, near[prefix]))
+    return sorted(found)
 
 
 def _shared_faults(names: Sequence[str], weights: Sequence[Sequence[str]]) -> list[str]:

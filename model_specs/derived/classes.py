@@ -13,8 +13,10 @@ from megatron_pulse.backbone.appended_fields import (
     MASKED_IMAGE,
     inpaints,
 )
+from model_specs.derived.image_transformer_inputs import IMAGES
 from model_specs.derived.inputs import Config, Declared, Input, Known, SameInput, Sizes
 from model_specs.derived.token_and_video_inputs import TOKENS
+from model_specs.derived.video_inputs import VIDEOS
 
 _LARGEST = 1 << 14
 """Largest side of latents, as a sanity limit on the example microbatch."""
@@ -289,5 +291,7 @@ CLASSES: dict[str, Known] = {
     "SanaTransformer2DModel": Known(_and(_image(), text_length=300), _sana),
     "AuraFlowTransformer2DModel": Known(_and(_image(), text_length=256), _aura_flow),
     "AutoencoderKL": Known(_image(), _autoencoder),
+    **IMAGES,
     **TOKENS,
+    **VIDEOS,
 }

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 COMPUTE = "compute"
 
-type Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+type Around = Callable[[Any], Callable[..., Any]]
+"""Other forward of a module, which it is given."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,10 @@ class Declared:
     """All inputs of a module.
 
     ``sample`` is the path of the noisy sample and ``timestep`` the path of the times (see
-    ``from_module``). ``num_classes`` and ``null_label`` are those of ``Backbone``. ``around`` wraps
-    the module's forward. The wrapper packs latents into tokens and unpacks the prediction, as the
-    class's pipeline does. ``channel_axis`` is that of a batch of samples, for appended inputs.
+    ``from_module``). ``num_classes`` and ``null_label`` are those of ``Backbone``. ``around`` returns
+    the forward that replaces the module's. It does what the class's pipeline does before and after
+    a call, such as packing latents into tokens. ``channel_axis`` is that of a batch of samples, for
+    appended inputs.
     """
 
     sample: str
@@ -96,7 +98,7 @@ class Declared:
             if type(part).__name__ == "LabelEmbedding":
                 part.dropout_prob = 0.0
         if self.around is not None:
-            module.forward = self.around(module.forward)
+            module.forward = self.around(module)
         appended = [i.path for i in self.inputs if isinstance(i, Input) and i.appended]
         if appended:
             module.forward = appending(module.forward, self.sample, appended, self.channel_axis)
@@ -121,9 +123,8 @@ def appending(
         return forward(**{**given, sample: torch.cat(parts, dim=axis)})
 
     more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in appended]
-    call.__signature__ = taken.replace(  # type: ignore[attr-defined]
-        parameters=[*taken.parameters.values(), *more]
-    )
+    every = sorted([*taken.parameters.values(), *more], key=lambda each: each.kind)
+    call.__signature__ = taken.replace(parameters=every)  # type: ignore[attr-defined]
     return call
 
 

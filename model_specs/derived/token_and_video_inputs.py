@@ -16,17 +16,19 @@ from megatron_pulse.backbone.appended_fields import (
 from model_specs.derived.inputs import Around, Config, Declared, Input, Known, SameInput, Sizes
 from model_specs.derived.references import NO_REFERENCE, repeated, shifted, with_reference
 
-_THOUSANDTH = 1e-3
+THOUSANDTH = 1e-3
 """Timestep scale of classes with times from 0 to 1."""
 
 
-def _packed(pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]) -> Around:
+def packed(pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]) -> Around:
     """Wrapper of a token module's forward that takes and returns latents.
 
     ``unpack`` also gets the shape of the latents.
     """
 
-    def around(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def around(module: Any) -> Callable[..., Any]:
+        forward = module.forward
+
         @functools.wraps(forward)
         def call(hidden_states: Any, **others: Any) -> Any:
             (predicted,) = forward(hidden_states=pack(hidden_states), **others, return_dict=False)
@@ -39,37 +41,37 @@ def _packed(pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]) -> Ar
 
 _FLUX_PIXELS = 8 * 8
 """Pixels of a position of FLUX.1's latents."""
-_SIDE = 2
+SIDE = 2
 """Side of the square of latents that forms one Flux token."""
 
 
-def _squares(size: Sizes) -> tuple[Around, int, int]:
+def squares(size: Sizes) -> tuple[Around, int, int]:
     """Wrapper that makes one token of each 2 x 2 square of latents, and the sides in tokens."""
-    height, width = size.height // _SIDE, size.width // _SIDE
-    if (height * _SIDE, width * _SIDE) != (size.height, size.width):
+    height, width = size.height // SIDE, size.width // SIDE
+    if (height * SIDE, width * SIDE) != (size.height, size.width):
         raise ValueError(
-            f"{size.height} x {size.width} latents do not divide into squares of {_SIDE}"
+            f"{size.height} x {size.width} latents do not divide into squares of {SIDE}"
         )
     # [b, C, h, 2, w, 2] <-> [b, h, w, C, 2, 2]
-    packed = _packed(
+    around = packed(
         lambda x: (
-            x.unflatten(3, (-1, _SIDE)).unflatten(2, (-1, _SIDE))
+            x.unflatten(3, (-1, SIDE)).unflatten(2, (-1, SIDE))
             .permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         ),
         lambda x, shape: (
-            x.unflatten(2, (-1, _SIDE, _SIDE)).unflatten(1, (shape[2] // _SIDE, -1))
+            x.unflatten(2, (-1, SIDE, SIDE)).unflatten(1, (shape[2] // SIDE, -1))
             .permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
         ),
     )  # fmt: skip
-    return packed, height, width
+    return around, height, width
 
 
 def _flux(config: Config, size: Sizes) -> Declared:
     """Flux: one token for each 2 x 2 square of latents; positions are constants."""
-    packed, height, width = _squares(size)
+    around, height, width = squares(size)
     predicted = config.out_channels or config.in_channels
-    channels, sides = predicted // _SIDE**2, (size.height, size.width)
-    more = (config.in_channels - predicted) // _SIDE**2
+    channels, sides = predicted // SIDE**2, (size.height, size.width)
+    more = (config.in_channels - predicted) // SIDE**2
     appended = list[Input]()
     if more == channels + _FLUX_PIXELS:  # FLUX.1-Fill
         appended = [
@@ -86,21 +88,21 @@ def _flux(config: Config, size: Sizes) -> Declared:
             "encoder_hidden_states", (size.text_length, config.joint_attention_dim), field="context"
         ),
         Input("pooled_projections", (config.pooled_projection_dim,), field="pooled"),
-        SameInput("img_ids", lambda batch: _places(height, width)),
-        SameInput("txt_ids", lambda batch: _nowhere(size.text_length)),
+        SameInput("img_ids", lambda batch: image_positions(height, width)),
+        SameInput("txt_ids", lambda batch: zero_positions(size.text_length)),
     ]
     if config.guidance_embeds:
         inputs.append(Input("guidance", (), "float32"))
     return Declared(
-        "hidden_states", "timestep", tuple(inputs), _THOUSANDTH, patch_size=_SIDE, around=packed
+        "hidden_states", "timestep", tuple(inputs), THOUSANDTH, patch_size=SIDE, around=around
     )
 
 
 def _qwen_image(config: Config, size: Sizes) -> Declared:
     """Qwen-Image: tokens as Flux's; positions follow from the sides."""
-    packed, height, width = _squares(size)
+    around, height, width = squares(size)
     inputs: tuple[Input | SameInput, ...] = (
-        Input("hidden_states", (config.in_channels // _SIDE**2, size.height, size.width)),
+        Input("hidden_states", (config.in_channels // SIDE**2, size.height, size.width)),
         Input("timestep", (), "float32"),
         Input(
             "encoder_hidden_states", (size.text_length, config.joint_attention_dim), field="context"
@@ -109,59 +111,61 @@ def _qwen_image(config: Config, size: Sizes) -> Declared:
         SameInput("img_shapes", lambda batch: [[(1, height, width)]] * batch),
     )
     return Declared(
-        "hidden_states", "timestep", inputs, _THOUSANDTH, patch_size=_SIDE, around=packed
+        "hidden_states", "timestep", inputs, THOUSANDTH, patch_size=SIDE, around=around
     )
 
 
 def _flux2(config: Config, size: Sizes) -> Declared:
     """Flux.2: one token for each place of latents whose channels hold 2 x 2 squares already."""
-    packed = _packed(lambda x: x.flatten(2).mT, lambda x, shape: x.mT.unflatten(2, shape[2:]))
+    around = packed(lambda x: x.flatten(2).mT, lambda x, shape: x.mT.unflatten(2, shape[2:]))
     inputs: list[Input | SameInput] = [
         Input("hidden_states", (config.in_channels, size.height, size.width)),
         Input("timestep", (), "float32"),
         Input(
             "encoder_hidden_states", (size.text_length, config.joint_attention_dim), field="context"
         ),
-        SameInput("img_ids", lambda batch: _grid(1, size.height, size.width, 1)),
-        SameInput("txt_ids", lambda batch: _grid(1, 1, 1, size.text_length)),
+        SameInput("img_ids", lambda batch: coordinates(1, size.height, size.width, 1)),
+        SameInput("txt_ids", lambda batch: coordinates(1, 1, 1, size.text_length)),
     ]
     if config.guidance_embeds:
         inputs.append(Input("guidance", (), "float32"))
-    return Declared("hidden_states", "timestep", tuple(inputs), _THOUSANDTH, around=packed)
+    return Declared("hidden_states", "timestep", tuple(inputs), THOUSANDTH, around=around)
 
 
-def _grid(*sides: int) -> Any:
+def coordinates(*sides: int) -> Any:
     """Coordinates of all places of a grid: [places, axes]."""
     import torch
 
     return torch.cartesian_prod(*map(torch.arange, sides))
 
 
-def _places(height: int, width: int) -> Any:
+def image_positions(height: int, width: int, first: int = 0) -> Any:
+    """Positions of tokens on three axes: zero, row and column, from ``first`` on."""
     import torch
 
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    places = torch.stack([torch.zeros_like(rows), rows, columns], -1)
+    places = torch.stack([torch.zeros_like(rows), rows + first, columns + first], -1)
     return places.reshape(-1, 3).float()
 
 
-def _nowhere(length: int) -> Any:
+def zero_positions(length: int) -> Any:
+    """Positions of tokens without any: zeros on three axes."""
     import torch
 
     return torch.zeros(length, 3)
 
 
-def _video(config: Config, size: Sizes) -> Input:
+def video(config: Config, size: Sizes) -> Input:
     return Input("hidden_states", (config.in_channels, size.frames, size.height, size.width))
 
 
-def _with_known_frames(
+def with_known_frames(
     config: Config, size: Sizes, latent: str, num_mask: int, mask_first: bool
 ) -> list[Input]:
     """Noisy video, and a ``latent`` and a mask behind it if the config has channels for them."""
     channels, sides = config.out_channels, (size.frames, size.height, size.width)
     if config.in_channels != 2 * channels + num_mask:
-        return [_video(config, size)]
+        return [video(config, size)]
     behind = [
         Input(latent, (channels, *sides), appended=True),
         Input(KNOWN_MASK, (num_mask, *sides), appended=True),
@@ -172,7 +176,7 @@ def _with_known_frames(
 
 def _hunyuan_video(config: Config, size: Sizes) -> Declared:
     inputs = [
-        *_with_known_frames(config, size, IMAGE_LATENT, 1, mask_first=False),
+        *with_known_frames(config, size, IMAGE_LATENT, 1, mask_first=False),
         Input("timestep", (), "float32"),
         Input("encoder_hidden_states", (size.text_length, config.text_embed_dim), field="context"),
         Input("encoder_attention_mask", (size.text_length,), "int64", "context_mask"),
@@ -204,9 +208,9 @@ _WAN_FRAMES = 4
 """Frames of a position of Wan's latents."""
 
 
-def _wan(config: Config, size: Sizes) -> Declared:
+def wan(config: Config, size: Sizes) -> Declared:
     inputs = [
-        *_with_known_frames(config, size, KNOWN_VIDEO, _WAN_FRAMES, mask_first=True),
+        *with_known_frames(config, size, KNOWN_VIDEO, _WAN_FRAMES, mask_first=True),
         Input("timestep", (), "float32"),
         Input("encoder_hidden_states", (size.text_length, config.text_dim), field="context"),
     ]
@@ -218,7 +222,7 @@ def _wan(config: Config, size: Sizes) -> Declared:
 def _mochi(config: Config, size: Sizes) -> Declared:
     length = config.max_sequence_length
     inputs = (
-        _video(config, size),
+        video(config, size),
         Input("timestep", (), "float32"),
         Input("encoder_hidden_states", (length, config.text_embed_dim), field="context"),
         Input("encoder_attention_mask", (length,), "bool", "context_mask"),
@@ -230,9 +234,9 @@ def _ltx(config: Config, size: Sizes) -> Declared:
     """LTX-Video: one token for each latent position."""
     if (config.patch_size, config.patch_size_t) != (1, 1):
         raise ValueError("patch_size and patch_size_t other than 1 are unsupported")
-    packed = _packed(lambda x: x.flatten(2).mT, lambda x, shape: x.mT.unflatten(2, shape[2:]))
+    around = packed(lambda x: x.flatten(2).mT, lambda x, shape: x.mT.unflatten(2, shape[2:]))
     inputs: tuple[Input | SameInput, ...] = (
-        _video(config, size),
+        video(config, size),
         Input("timestep", (), "float32"),
         Input(
             "encoder_hidden_states", (size.text_length, config.caption_channels), field="context"
@@ -243,7 +247,7 @@ def _ltx(config: Config, size: Sizes) -> Declared:
         SameInput("width", lambda batch: size.width),
         SameInput("rope_interpolation_scale", lambda batch: (8 / 25, 32.0, 32.0)),
     )
-    return Declared("hidden_states", "timestep", inputs, around=packed)
+    return Declared("hidden_states", "timestep", inputs, around=around)
 
 
 def _cogvideox(config: Config, size: Sizes) -> Declared:
@@ -301,7 +305,7 @@ TOKENS = {
         {"frames": 33, "height": 90, "width": 160, "text_length": 256}, _hunyuan_video
     ),
     "WanTransformer3DModel": Known(
-        {"frames": 21, "height": 60, "width": 104, "text_length": 512}, _wan
+        {"frames": 21, "height": 60, "width": 104, "text_length": 512}, wan
     ),
     "MochiTransformer3DModel": Known({"frames": 28, "height": 60, "width": 106}, _mochi),
     "LTXVideoTransformer3DModel": Known(

@@ -17,6 +17,7 @@ from tests.runtime.equality import Case, leave_zero, mean_squared_error
 from tests.tracing.own import OWN
 from tests.tracing.shapes import SHAPES, resized
 from tests.tracing.zoo import OUTPUT, make
+from tests.tracing.zoo.declared import Roles, roles_of
 from tests.tracing.zoo.draw import Given
 
 
@@ -41,10 +42,11 @@ class Subject:
             self.module, given = make(name, kind)
         others = [resized(given, sizes) for sizes in SHAPES[name]] if several else []
         self._output = OUTPUT.get(name, 0)
+        roles = roles_of(name) or Roles(sample)
         self.chain: Backbone = pulse.from_module(
-            self.module, given, sample=sample, output=OUTPUT.get(name), other_inputs=others
+            self.module, given, **vars(roles), output=OUTPUT.get(name), other_inputs=others
         )
-        read = read_inputs(name, given, sample, None, ())
+        read = read_inputs(name, given, **vars(roles))
         self._examples = [dict(each(read.size)) for each in (given, *others)]
         special = {read.sample: "noisy", read.timestep: "timesteps"}
         self._specs = fields_of(self.chain)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tests.tracing.zoo import images, texts, unets, videos
+from tests.tracing.zoo import declared, images, texts, unets, videos
 from tests.tracing.zoo.draw import Given, Made
 
 STUDY: dict[str, Callable[[], Made]] = {
@@ -34,7 +34,7 @@ FOUR_HEADS: dict[str, Callable[[], Made]] = {
     f"{made.__name__}_of_4_heads": functools.partial(made, 4)
     for made in (images.flux, videos.hunyuan_video, videos.wan, videos.cogvideox_2b, videos.ltx)
 }
-ZOO = {**STUDY, **SMALL, **FOUR_HEADS}
+ZOO = {**STUDY, **SMALL, **FOUR_HEADS, **declared.makers()}
 SKIPS = {"sd": 12, "sdxl": 9, "svd": 12, "motion": 12, "hunyuan": 2, "small_unet": 4,
          "small_svd": 4}  # fmt: skip
 """Published: of a UNet one a level, block and resampling, of Hunyuan-DiT n / 2 - 1 of n blocks."""

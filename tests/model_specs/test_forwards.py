@@ -1,0 +1,222 @@
+"""Declared classes beside diffusers' own, called as their pipelines call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.tracing.zoo import make
+from tests.tracing.zoo.declared import TINY, class_of, declaration
+
+type Call = Callable[[Any, dict[str, Any]], Tensor]
+
+
+def _plain(module: Any, given: dict[str, Any]) -> Tensor:
+    """The class called with what is declared."""
+    return module(**given, return_dict=False)[0]  # type: ignore[no-any-return]
+
+
+def _pack(x: Tensor) -> Tensor:
+    b, c, h, w = x.shape
+    x = x.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return x.reshape(b, h * w // 4, 4 * c)
+
+
+def _unpack(x: Tensor, like: Tensor) -> Tensor:
+    b, _, h, w = like.shape
+    x = x.view(b, h // 2, w // 2, -1, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return x.reshape(b, -1, h, w)
+
+
+def _packed(module: Any, given: dict[str, Any]) -> Tensor:
+    """Flux's tokens, whose positions are the pipeline's."""
+    latents = given.pop("hidden_states")
+    return _unpack(_plain(module, {**given, "hidden_states": _pack(latents)}), latents)
+
+
+def _chroma(module: Any, given: dict[str, Any]) -> Tensor:
+    mask = given["attention_mask"]
+    kept = torch.arange(mask.shape[1])[None] <= mask.sum(1)[:, None]
+    given["attention_mask"] = torch.cat([kept.float(), torch.ones(len(mask), 16)], 1)
+    return _packed(module, given)
+
+
+def _hidream(module: Any, given: dict[str, Any]) -> Tensor:
+    """In training the class returns patches: [b, channels, tokens, pixels of a patch]."""
+    given["encoder_hidden_states_llama3"] = given["encoder_hidden_states_llama3"].transpose(0, 1)
+    patches = _plain(module, given).unflatten(3, (2, 2)).unflatten(2, (4, 4))
+    return -torch.einsum("bchwpq->bchpwq", patches).flatten(4).flatten(2, 3)
+
+
+def _lumina2(module: Any, given: dict[str, Any]) -> Tensor:
+    return -_plain(module, {**given, "timestep": 1 - given["timestep"]})
+
+
+def _z_image(module: Any, given: dict[str, Any]) -> Tensor:
+    pairs = zip(given["cap_feats"], given["cap_mask"].bool(), strict=True)
+    captions = [text[mask] for text, mask in pairs]
+    images = list(given["x"].unsqueeze(2).unbind())
+    (found,) = module(images, 1 - given["t"], captions, return_dict=False)
+    return -torch.stack(found).squeeze(2)
+
+
+def _omnigen(module: Any, given: dict[str, Any]) -> Tensor:
+    """One sample at a time: the class gives all samples the positions of the first."""
+    from diffusers.pipelines.omnigen.processor_omnigen import OmniGenCollator
+
+    collator, found = OmniGenCollator(), []
+    for i, mask in enumerate(given["attention_mask"]):
+        tokens = [16]
+        found.append(
+            module(
+                hidden_states=given["hidden_states"][i : i + 1],
+                timestep=1 - given["timestep"][i : i + 1],
+                input_ids=given["input_ids"][i : i + 1],
+                input_img_latents=[],
+                input_image_sizes={},
+                attention_mask=collator.create_mask(mask[None], tokens)[0],
+                position_ids=collator.create_position(mask[None], tokens),
+                return_dict=False,
+            )[0]
+        )
+    return -torch.cat(found)
+
+
+def _ernie(module: Any, given: dict[str, Any]) -> Tensor:
+    lengths = given.pop("text_mask").sum(1)
+    return _plain(module, {**given, "text_lens": lengths})
+
+
+def _appended(*names: str) -> Call:
+    def call(module: Any, given: dict[str, Any]) -> Tensor:
+        parts = [given["hidden_states"], *(given.pop(name) for name in names)]
+        return _plain(module, {**given, "hidden_states": torch.cat(parts, 1)})
+
+    return call
+
+
+def _framepack(module: Any, given: dict[str, Any]) -> Tensor:
+    prefix, fourth, half, one, own = torch.arange(1 + 16 + 2 + 1 + 3).split([1, 16, 2, 1, 3])
+    indices = {
+        "indices_latents": own,
+        "indices_latents_clean": torch.cat([prefix, one]),
+        "indices_latents_history_2x": half,
+        "indices_latents_history_4x": fourth,
+    }
+    return _plain(module, {**given, **indices})
+
+
+def _kandinsky5(module: Any, given: dict[str, Any]) -> Tensor:
+    parts = [given.pop(name) for name in ("hidden_states", "image_latent", "known_mask")]
+    found = module(
+        hidden_states=torch.cat(parts, 1).permute(0, 2, 3, 4, 1),
+        visual_rope_pos=[torch.arange(3), torch.arange(4), torch.arange(4)],
+        text_rope_pos=torch.arange(6),
+        scale_factor=(1, 3.16, 3.16),
+        return_dict=False,
+        **given,
+    )
+    return found.permute(0, 4, 1, 2, 3)  # type: ignore[no-any-return]
+
+
+def _ltx2(module: Any, given: dict[str, Any]) -> Tensor:
+    """With any sound: video does not depend on it."""
+    latents = given.pop("hidden_states")
+    found = module(
+        hidden_states=latents.flatten(2).transpose(1, 2),
+        audio_hidden_states=torch.randn(len(latents), 4, 8),
+        audio_encoder_hidden_states=torch.randn(len(latents), 6, 16),
+        num_frames=3, height=2, width=2, audio_num_frames=4,
+        isolate_modalities=True, return_dict=False, **given,
+    )[0]  # fmt: skip
+    return found.transpose(1, 2).view(latents.shape)  # type: ignore[no-any-return]
+
+
+def _easy_animate(module: Any, given: dict[str, Any]) -> Tensor:
+    inpaint = torch.cat([given.pop("known_mask"), given.pop("known_video")], 1)
+    return _plain(module, {**given, "inpaint_latents": inpaint})
+
+
+def _cosmos(module: Any, given: dict[str, Any]) -> Tensor:
+    """With a stand-in for torchvision, whose resizing to the same size returns the picture."""
+    from types import SimpleNamespace
+    from unittest.mock import patch
+
+    from diffusers.models.transformers import transformer_cosmos
+
+    transforms = SimpleNamespace(
+        functional=SimpleNamespace(resize=lambda mask, size, interpolation: mask),
+        InterpolationMode=SimpleNamespace(NEAREST=None),
+    )
+    with patch.object(transformer_cosmos, "transforms", transforms, create=True):
+        return _plain(module, {**given, "padding_mask": torch.zeros(1, 1, 8, 8)})
+
+
+CALLS: Mapping[str, Call] = {
+    "chroma": _chroma,
+    **dict.fromkeys(("ovis", "longcat", "bria", "krea2"), _packed),
+    "hidream": _hidream,
+    "lumina2": _lumina2,
+    "z_image": _z_image,
+    "omnigen": _omnigen,
+    "ernie": _ernie,
+    "chrono_edit": _appended("known_mask", "known_video"),
+    "hunyuan_video15": _appended("image_latent", "known_mask"),
+    "motif": _appended("image_latent", "known_mask"),
+    "framepack": _framepack,
+    "kandinsky5": _kandinsky5,
+    "ltx2": _ltx2,
+    "easy_animate": _easy_animate,
+    "cosmos": _cosmos,
+}
+
+
+def _prediction(result: Any) -> Tensor:
+    return result if isinstance(result, Tensor) else result[0]  # type: ignore[no-any-return]
+
+
+def _with_gradients(
+    module: nn.Module, call: Callable[[], Tensor], seed: int = 7
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Prediction, and gradients of all parameters that have one."""
+    predicted = call()
+    torch.manual_seed(seed)
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(
+        predicted, parameters, torch.randn_like(predicted), allow_unused=True
+    )
+    found = zip(names, gradients, strict=True)
+    return predicted, {name: grad for name, grad in found if grad is not None and grad.any()}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_declared_class_equals_its_own_call(name: str) -> None:
+    """Outputs and gradients to 1e-6 of the largest, captions of two lengths."""
+    module, given = make(name)
+    own = class_of(name)(**TINY[name].config).train()
+    own.load_state_dict(module.state_dict())
+    inputs = given(2)
+    call = CALLS.get(name, _plain)
+    output, gradients = _with_gradients(module, lambda: _prediction(module(**inputs)))
+    wanted, expected = _with_gradients(own, lambda: call(own, dict(inputs)))
+    assert float((output - wanted).abs().max()) < 1e-6 * float(wanted.abs().max()) * 2
+    top = max(float(grad.abs().max()) for grad in expected.values())
+    rounding = {n for n, grad in expected.items() if float(grad.abs().max()) < 1e-6 * top}
+    assert gradients.keys() - rounding >= expected.keys() - rounding
+    for parameter, grad in expected.items():
+        got = gradients.get(parameter, torch.zeros_like(grad))
+        bound = 3e-6 * max(float(grad.abs().max()), 1e-3 * top)
+        assert float((got - grad).abs().max()) < bound, parameter
+
+
+def test_positions_are_those_of_pipelines() -> None:
+    from diffusers.pipelines.longcat_image.pipeline_longcat_image import prepare_pos_ids
+
+    inputs = declaration("longcat").make("float32")(1)
+    image = prepare_pos_ids(1, "image", start=(512, 512), height=4, width=4)
+    assert torch.equal(inputs["img_ids"], image)
+    assert torch.equal(inputs["txt_ids"], prepare_pos_ids(num_token=6))
