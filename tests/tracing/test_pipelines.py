@@ -30,6 +30,16 @@ def test_a_derived_chain_equals_one_process_and_its_module(name: str) -> None:
     assert eager["float32"] == pytest.approx(trained[0].reference.losses, rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["small_svd", "small_motion"])
+def test_video_unets_fold_over_two_and_four_devices(name: str) -> None:
+    """SVD's and AnimateDiff's: weights bit for bit; skips are sent by sequential stages alone."""
+    row = Layout("float32", 2)
+    folds = [replace(row, placement="fold"), Layout("float32", 4, "fold", 1, True)]
+    trained, _ = train_all(name, [ALONE, row, *folds], 4, steps=2)
+    assert not [f"{each.layout}: {fault}" for each in trained for fault in each.faults]
+    assert [each.outcome.skip_bytes > 0 for each in trained] == [False, True, False, False]
+
+
 def test_a_mask_and_a_tensor_without_samples_are_handed_on() -> None:
     """Sent, and made by copies on every device; one of the embedders has no parameters."""
     specs = {edge.spec for edge in Subject("masked", "float32").chain.conditioning}

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 _IMPORT = """\
 Reads a diffusers folder (a pipeline, or its unet or transformer) and writes a checkpoint for
 --pretrained-checkpoint DIR, for any layout, with a new optimizer. The EMA starts at the same
-weights. A single file (.pth, .ckpt, .safetensors) is the state dict of U-ViT (--backbone) or of a
-module of your own (--module), or an original checkpoint of SD, SDXL, SD3, Flux or Wan, of which the
-backbone is read (--backbone, --module diffusers:CLASS, or --config with the folder of a
+weights. A single file (.pth, .ckpt, .safetensors) is the state dict of U-ViT or SUV (--backbone)
+or of a module of your own (--module), or an original checkpoint of SD, SDXL, SD3, Flux or Wan, of
+which the backbone is read (--backbone, --module diffusers:CLASS, or --config with the folder of a
 config.json; 'pulse unpack' reads all components). A UNet with classes gets no null class unless
 --null-class is given. Every tensor must be there with its shape; faults are listed, and nothing is
 written.
@@ -73,8 +73,8 @@ examples:
 
 _EXPORT = """\
 Writes the EMA of a checkpoint's weights (with --raw: the weights) in the published format of the
-model: a folder for diffusers' from_pretrained, or for U-ViT and a module of your own a file (.pth
-or .safetensors) with its names. For UNets, SD3, Flux and Wan, --to FILE.safetensors writes the
+model: a folder for diffusers' from_pretrained, or for U-ViT, SUV and a module of your own a file
+(.pth or .safetensors) with its names. For UNets, SD3, Flux and Wan, --to FILE.safetensors writes the
 backbone with the original names, as ComfyUI and from_single_file read them. Imported weights are
 exported bit for bit. The diffusion process is written as a diffusers scheduler's configuration,
 into the folder scheduler, or beside a file as NAME.scheduler_config.json.
