@@ -85,6 +85,10 @@ def test_what_is_given_by_halves_is_refused(
     assert "to inpaint needs --mask" in capsys.readouterr().err
     assert main([*asked, "--image", pictures[0], "--mask", str(tmp_path / "model_index.json")]) == 2
     assert "model_index.json: not an image" in capsys.readouterr().err
+    Image.new("L", (8, 4)).save(tmp_path / "wide.png")
+    assert main([*asked, "--image", pictures[0], "--mask", str(tmp_path / "wide.png")]) == 2
+    said = capsys.readouterr().err
+    assert "wide.png: it has 8x4 pixels, and its picture" in said and "proportions differ" in said
 
 
 @pytest.mark.parametrize("place", ["random", "masks"])

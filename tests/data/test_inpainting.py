@@ -10,8 +10,15 @@ import torch
 from PIL import Image
 
 from megatron_pulse.data.build import InpaintMasks, open_buckets
-from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec, Variation
+from megatron_pulse.data.dataset import (
+    CorruptSample,
+    DataError,
+    DiffusionDataset,
+    FieldSpec,
+    Variation,
+)
 from megatron_pulse.data.fields import WantedFields
+from megatron_pulse.data.images.folder import ImageFiles
 from megatron_pulse.data.images.inpainting import (
     inpainting_specs,
     mask_of_latents,
@@ -87,6 +94,35 @@ def test_masks_of_files_are_mirrored_with_their_pictures(folder: Path) -> None:
             assert mask[..., :count].all() and not mask[..., count:].any()
             image = data.image(index, Variation(flip=flip))
             assert torch.equal(fields["masked_image"], image * (1 - fields["inpaint_mask"]))
+
+
+def test_a_mask_of_other_proportions_makes_the_sample_corrupt(folder: Path) -> None:
+    data = opened(folder, str(folder / "masks"))
+    names = [Path(data.describe(i)).name for i in range(2)]
+    Image.new("L", (2 * SIDE, 2 * SIDE), 255).save(folder / "masks" / names[0])  # only larger
+    Image.new("L", (SIDE, 2 * SIDE)).save(folder / "masks" / names[1])
+    assert data.conditioning(0)["inpaint_mask"].all()
+    said = f"masks/{names[1]}: it has 16x32 pixels, and its picture .*: their proportions differ"
+    with pytest.raises(CorruptSample, match=said):
+        data.conditioning(1)
+
+
+@pytest.mark.parametrize("place", ["random", "masks"])
+def test_pictures_to_inpaint_are_decoded_once(
+    place: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = opened(folder, place if place == "random" else str(folder / place))
+    read = list[str]()
+    decoded = ImageFiles._decoded
+
+    def count(self: ImageFiles, index: int) -> Image.Image:
+        read.append(str(self.files[index]))
+        return decoded(self, index)
+
+    monkeypatch.setattr(ImageFiles, "_decoded", count)
+    make_microbatch(data, [(i, i) for i in range(4)], PROCESS, 0, 0.0)
+    photos = [path for path in read if "/photos/" in path]
+    assert len(photos) == len(set(photos)) == 4
 
 
 def test_a_picture_without_a_mask_is_refused(folder: Path) -> None:

@@ -7,6 +7,7 @@ on) is drawn anew. Random masks are unions of rectangles, a function of (seed, s
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -17,12 +18,14 @@ from megatron_pulse.backbone.appended_fields import INPAINT_MASK, INPAINTING, MA
 from megatron_pulse.data.dataset import Derived, DiffusionDataset, FieldSpec, Variation
 from megatron_pulse.data.images.conditioning import Paired, Pairing, in_unit_range
 from megatron_pulse.data.images.folder import ImageFiles
-from megatron_pulse.data.images.masks import Masks
+from megatron_pulse.data.images.masks import Masks, misfit
 from megatron_pulse.data.images.opening import UNREADABLE, opened
-from megatron_pulse.data.images.pictures import decoded, fitted
+from megatron_pulse.data.images.pictures import decoded, fitted, upright_size
 from megatron_pulse.diffusion.noise import Stream, philox
 from megatron_pulse.errors import Faults, UserError, collecting
 
+_MOST_KEPT = 64
+"""Pictures, of the largest usual microbatch."""
 _MOST_RECTANGLES = 4
 _SHORTEST, _LONGEST = 1 / 8, 3 / 4
 """Sides of rectangles as shares of the picture's."""
@@ -77,7 +80,26 @@ def inpainting_specs(shape: Sequence[int]) -> dict[str, FieldSpec]:
     return {INPAINT_MASK: FieldSpec((1, *shape[1:])), MASKED_IMAGE: FieldSpec(tuple(shape))}
 
 
-class RandomlyMasked(Derived):
+class _KeepsPictures(Derived):
+    """``source``, whose pictures are kept until their masked pictures are made: decoded once."""
+
+    def __init__(self, source: DiffusionDataset) -> None:
+        super().__init__(source)
+        self._kept: dict[tuple[int, Variation | None], Tensor] = {}
+
+    def image(self, index: int, variation: Variation | None = None) -> Tensor:
+        image = super().image(index, variation)
+        self._kept[index, variation] = image
+        if len(self._kept) > _MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
+        return image
+
+    def _picture(self, index: int, variation: Variation | None) -> Tensor:
+        kept = self._kept.pop((index, variation), None)
+        return self.source.image(index, variation) if kept is None else kept
+
+
+class RandomlyMasked(_KeepsPictures):
     """``source`` with the fields of inpainting, of random masks of ``seed``."""
 
     def __init__(self, source: DiffusionDataset, seed: int) -> None:
@@ -86,12 +108,12 @@ class RandomlyMasked(Derived):
         self._seed = seed
 
     def conditioning(self, index: int, variation: Variation | None = None) -> dict[str, Tensor]:
-        image = self.source.image(index, variation)
+        image = self._picture(index, variation)
         mask = random_mask(self._seed, index, (image.shape[-2], image.shape[-1]))
         return super().conditioning(index, variation) | inpainting_fields(image, mask)
 
 
-class MaskedByFiles(Paired):
+class MaskedByFiles(Paired, _KeepsPictures):
     """``source``, whose pictures are ``files``, with the fields of inpainting.
 
     Masks are in the folder ``root``. Raises DataError listing all pictures without a mask.
@@ -105,7 +127,7 @@ class MaskedByFiles(Paired):
         self.fields = {**source.fields, **inpainting_specs(source.image_shape)}
 
     def conditioning(self, index: int, variation: Variation | None = None) -> dict[str, Tensor]:
-        image = self.source.image(index, variation)
+        image = self._picture(index, variation)
         mask = in_unit_range(self._others.image(index, variation))
         return super().conditioning(index, variation) | inpainting_fields(image, mask)
 
@@ -117,6 +139,9 @@ def masked_picture(picture: Path, mask: Path, spec: FieldSpec) -> dict[str, Tens
     """
     channels, height, width = spec.shape
     found, faults = list[Tensor](), list[str]()
+    with suppress(*UNREADABLE), opened(picture) as one, opened(mask) as other:
+        if fault := misfit(upright_size(other), picture, upright_size(one)):
+            faults.append(f"{mask}: {fault}")
     for path, count in ((picture, channels), (mask, 1)):
         with collecting(faults):
             found.append(one_picture(path, count, (height, width)))

@@ -3,11 +3,14 @@
 A film's time stamps are read from its packets, without decoding. Frames are then decoded from the
 key frame before the first that is wanted. Only containers of films are opened: FFmpeg's playlists
 would read other files.
+
+A frame whose bytes were changed is found where its codec has checksums or FFmpeg cannot follow it.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,6 +35,7 @@ _OPENED = {
     "format_whitelist": "mov,matroska,webm,avi,mpeg,mpegts,gif",
     "protocol_whitelist": "file",
 }
+_GIF_END = b";"
 _QUARTER = 90
 _MOST_FRAMES = 10_000_000
 
@@ -58,7 +62,8 @@ class Film:
 def film_of(path: Path) -> Film:
     """Size and time stamps of a film, remembered on disk; raises ValueError and OSError.
 
-    Of packets that the container marks as damaged or hidden, there is no frame.
+    Of packets that the container marks as damaged or hidden, there is no frame; nor of those that
+    refer to frames before the film, where it was cut within an open group of pictures.
     """
     name = xxhash.xxh3_128_hexdigest(f"{path.resolve()} {version_of(path)}".encode())
     place = cache_folder() / "films" / f"{name}.npz"
@@ -103,11 +108,41 @@ def _read(path: Path) -> Film:
     pts = np.array(_stamps_of(path), np.int64)
     if not len(pts):
         raise ValueError("it has no frames")
-    with _opened(path) as (_, stream):
+    with _opened(path) as (container, stream):
         time_base = float(stream.time_base)
+        if container.format.name == "gif" and _last_byte(path) != _GIF_END:
+            raise ValueError("it is cut off")
+    pts = pts[~np.isin(pts, _undecodable_head(path, pts))]
+    if not len(pts):
+        raise ValueError("none of its frames can be decoded")
     (first,) = frames_of(path, [int(pts[0])])
     width, height = first.size
     return Film(height, width, pts, time_base)
+
+
+def _last_byte(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1)
+
+
+def _undecodable_head(path: Path, pts: np.ndarray) -> list[int]:
+    """Time stamps before the first key frame of which no frame comes."""
+    with _opened(path) as (container, stream):
+        if container.format.name == "avi":
+            return []
+        packets = (packet for packet in container.demux(stream) if packet.size)
+        key = next((each.pts for each in packets if each.is_keyframe), None)
+    if key is None or not (head := set(pts[pts < key].tolist())):
+        return []
+    with _opened(path) as (container, stream):
+        for frame in container.decode(stream):
+            stamp = frame.dts if frame.pts is None else frame.pts
+            if not frame.is_corrupt:
+                head.discard(stamp)
+            if stamp is not None and stamp >= key:
+                break
+    return sorted(head)
 
 
 def _stamps_of(path: Path) -> list[int]:
