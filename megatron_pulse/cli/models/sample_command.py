@@ -74,6 +74,7 @@ from megatron_pulse.integration.flags.sample_flags import (
     DEFAULT_GUIDANCE,
     DEFAULT_STEPS,
     SEED,
+    guidance_faults,
     guidance_text,
     parse_classes,
     parse_guidance,
@@ -481,7 +482,7 @@ def _guidance(
 
 def _check(args: argparse.Namespace) -> list[str]:
     faults = output_faults(args.output, "--output")
-    faults += command_faults(args) + option_faults(args)
+    faults += command_faults(args) + option_faults(args) + guidance_faults(args.guidance)
     if args.vae is not None and output_of(args.output) is Output.TENSORS:
         faults.append("--vae decodes samples, and -o FILE.safetensors writes them undecoded")
     faults += encoder_faults(args)

@@ -105,8 +105,9 @@ def add_write_latents(
         default=RANDOM,
     )
     add(
-        "--frame-noise MEAN,STD",
-        "of the logarithm of the strength of the noise on SVD's first frames (default -3,0.5)",
+        "--frame-noise S,STD",
+        "noise on SVD's first frames: median of its strength, and deviation of the logarithm "
+        "(default 0.05,0.5, exactly exp(-3); 0,0 for none)",
         type=_frame_noise,
     )
     add(
@@ -193,14 +194,14 @@ def _check(args: argparse.Namespace) -> list[str]:
 
 
 def _frame_noise(text: str) -> tuple[float, float]:
-    """``"-3,0.5"`` as mean and deviation; raises ArgumentTypeError."""
+    """``"0.05,0.5"`` as median and deviation; raises ArgumentTypeError."""
     try:
-        mean, deviation = map(float, text.split(","))
+        median, deviation = map(float, text.split(","))
     except ValueError:
-        mean, deviation = math.nan, 0.0
-    if not (math.isfinite(mean) and 0 <= deviation < math.inf):
-        raise argparse.ArgumentTypeError(f"{text!r}: write mean and deviation as -3,0.5")
-    return mean, deviation
+        median, deviation = math.nan, 0.0
+    if not (0 <= median < math.inf and 0 <= deviation < math.inf):
+        raise argparse.ArgumentTypeError(f"{text!r}: write median and deviation as 0.05,0.5")
+    return median, deviation
 
 
 def _text_states(text: str) -> tuple[int, int]:
