@@ -41,8 +41,9 @@ every reading, as diffusers' trainers do. --posterior sample or mean keeps half 
 
 --buckets writes pictures of several shapes, each into a store below DIR; so does --frames of
 several numbers, for clips of videos:PATH. Autoencoders of videos (of Wan, HunyuanVideo, CogVideoX,
-LTX, Mochi) encode the middle of each film. --flip writes latents of
-mirrored pictures beside the others.
+LTX, Mochi, SVD) encode the middle of each film. Of a --backbone that continues pictures, fields of
+the first frame are written too; SVD's --encoders also embed it. --flip writes latents of mirrored
+pictures beside the others.
 
 Files are written in whole shards. The same command again resumes, and encodes shards anew whose
 pictures were edited. Ranks of torchrun or srun share the shards; the folder is equal byte for byte.
@@ -62,6 +63,8 @@ examples:
       -o runs/latents
   pulse data write-latents --from videos:films --buckets 832x480,480x832 --frames 1,81 --fps 16 \\
       --vae wan/vae -o runs/clips
+  pulse data write-latents --from videos:films --buckets 1024x576 --frames 14 --fps 7 -o runs/svd \\
+      --encoders svd --module diffusers:svd/unet --option height=72 --option width=128
   pulse data write-latents --from captions:runs/emoji/images --image-size 32 --text-states 12x64 \\
       -o runs/emoji-latents
   pulse data write-latents --from captions:photos --image-size 512 --encoders sd-v1.5 \\
