@@ -94,6 +94,11 @@ CASES = {
     ),
     "data without samples of it": ([*SAMPLE, "--data", "mnist"], ["--data is for --from-data"]),
     "write unknown dataset": (["data", "write-latents", "--from", "cifar", "-o", "b"], ["'cifar'"]),
+    "one expert": (
+        [*SAMPLE, "--boundary-ratio", "0.5", "--low-noise-guidance", "-1"],
+        ["--boundary-ratio is for --low-noise", "--low-noise-guidance is -1; it must be 0 or more"],
+    ),
+    "no second expert": ([*SAMPLE, "--low-noise", "none"], ["--low-noise none is not a folder"]),
     "unknown backbone": (["backbones", "uvit-xxl"], ["'uvit-xxl'", "uvit-h"]),
     "no events": (["curve", "--tensorboard-dir", ".", "-o", "l.png"], ["no TensorBoard event"]),
     "no plan": (["verify", "no.json"], ["'pulse tune ... -o no.json' makes one"]),
@@ -112,6 +117,24 @@ CASES = {
         ["tb is not a folder", "must end in .png"],
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ([*SAMPLE, "--guidance", "1,2,3"], "'1,2,3': give a number, or two"),
+        (
+            ["data", "write-latents", "--from", "mnist", "-o", "b", "--frame-noise", "none"],
+            "'none': write median and deviation as 0.05,0.5",
+        ),
+    ],
+)
+def test_numbers_are_refused_by_their_flag(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("case", CASES)

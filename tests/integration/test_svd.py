@@ -28,7 +28,8 @@ from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.sample_decoder import SampleDecoder
 from megatron_pulse.recipe.examples import example_text
 from tests.data.films import frames_by_pyav, write_film
-from tests.integration.runs import alone, assert_same, pipeline, run
+from tests.integration.runs import BASE, alone, assert_same, pipeline, run
+from tests.integration.test_bad_input import refuse
 from tests.ranks import run_ranks
 from tests.svd_pipeline import FRAMES, SIDE, make_pipeline
 
@@ -183,6 +184,20 @@ def test_samples_are_those_of_the_pipeline_and_of_its_export(made: Made, tmp_pat
     torch.testing.assert_close(samples, latents, rtol=0, atol=1e-5)
     decoded = SampleDecoder((FRAMES, 4, 8, 8), Autoencoder(made.root / "pipeline/vae"))(samples)
     torch.testing.assert_close(decoded / 2 + 0.5, films, rtol=0, atol=1e-4)
+
+
+def test_what_svd_alone_reads_and_bears_is_refused(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PULSE_CACHE_DIR", str(tmp_path))
+    (fault,) = refuse(monkeypatch, 1, [*made.flags, "--pulse-class-dropout", "0.5"], BASE)
+    assert "image_embedding alone, image_latent alone, and both" in fault
+    vae = ["--vae", str(made.root / "pipeline/vae"), "--frame-noise", "0,0"]
+    films = ["--from", f"videos:{made.root / 'films'}", "--image-size", str(SIDE), "--frames", "2"]
+    words = ["data", "write-latents", *films, *vae, "-o", str(tmp_path / "latents")]
+    capsys.readouterr()
+    assert main(words) == 2
+    assert "--frame-noise is for a --backbone that reads" in capsys.readouterr().err
 
 
 def test_the_recipe_trains_and_draws(made: Made, tmp_path: Path) -> None:

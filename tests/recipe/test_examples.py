@@ -12,6 +12,7 @@ import torch
 
 from megatron_pulse.cli import recipe_devices
 from megatron_pulse.cli.main import main
+from megatron_pulse.recipe import examples
 from megatron_pulse.recipe.examples import (
     example_backbone,
     example_names,
@@ -19,6 +20,7 @@ from megatron_pulse.recipe.examples import (
     example_traced,
 )
 from model_specs import available
+from tests.svd_pipeline import UNET
 
 VIDEO = {"hunyuanvideo-lora": 12.82, "svd": 1.525, "wan21-14b-lora": 14.29, "wan22-5b": 5.0}
 """Billions of parameters of the published weights."""
@@ -67,6 +69,21 @@ def test_fewest_devices_fit_and_half_of_them_do_not(
     assert "rtx-4090 (21.6 usable GB)" in title
     count, memory = re.search(r"dit +750 M +(\d+): ([\d.]+) GB, [\d.]+ samples/s", row).groups()  # type: ignore[union-attr]
     assert int(count) in (1, 2) and 0 < float(memory) < 21.6
+
+
+def test_devices_of_a_traced_class_are_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, _ = example_traced("svd") or ("", {})
+    small = {
+        key: ",".join(map(str, value)) if isinstance(value, tuple) else value
+        for key, value in UNET.items()
+    }
+    monkeypatch.setitem(examples._TRACED, "svd", (module, small))  # type: ignore[index]
+    monkeypatch.setattr(recipe_devices, "_SECONDS", 1.0)
+    assert main(["recipe", "svd", "--devices", "rtx-4090"]) == 0
+    _, row = capsys.readouterr().out.splitlines()
+    assert re.search(r"svd +1 M +1: [\d.]+ GB, [\d.]+ samples/s", row), row
 
 
 def test_unknown_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -75,9 +76,9 @@ _POSTERIORS = {
     "sample": "a sample of each posterior",
     "mean": "the mean of each posterior",
 }
-FRAME_NOISE = -3.0, 0.5
-"""Mean and deviation of the logarithm of the first frame's noise, in training SVD (Blattmann et al.
-2023, appendix D)."""
+FRAME_NOISE = math.exp(-3.0), 0.5
+"""Median of the first frame's noise and deviation of its logarithm, in training SVD (Blattmann et
+al. 2023, appendix D)."""
 _ASIDE_S = 5.0
 """How often what other ranks have written is looked for."""
 _NAMED = 3
@@ -417,8 +418,8 @@ def _frame_noise(
 ) -> tuple[torch.Tensor, float]:
     """Noise on the first frame of a clip, and its strength; functions of the sample alone."""
     number, noise = first_frame_noise(0, index, 0, tuple(clip[:, 0].shape))
-    mean, deviation = args.frame_noise or FRAME_NOISE
-    strength = float(np.exp(mean + deviation * number))
+    median, deviation = FRAME_NOISE if args.frame_noise is None else args.frame_noise
+    strength = median * math.exp(deviation * number)
     return strength * noise, strength
 
 

@@ -76,6 +76,7 @@ from megatron_pulse.integration.flags.sample_flags import (
     DEFAULT_GUIDANCE,
     DEFAULT_STEPS,
     SEED,
+    guidance_faults,
     guidance_text,
     parse_classes,
     parse_guidance,
@@ -115,6 +116,8 @@ examples:
   pulse sample --load runs/photos --prompt "a red bird" --encoders sd-v1.5 -o birds/ --json
   pulse sample --load runs/control --prompt "a red bird" --control-image edges.png -o bird.png
   pulse sample --load runs/fill --prompt "a red bird" --image tree.png --mask where.png -o bird.png
+  pulse sample --load runs/svd --image bird.png --encoders svd --guidance 1,3 -o bird.mp4
+  pulse sample --load runs/high --low-noise runs/low --prompt "a bird" --encoders wan -o bird.mp4
   pulse sample --load runs/text --from-data 4 --vae sd-vae-ft-mse -o held-out.png
   pulse sample --load runs/flux --prompt "a red bird" --devices 4 -o bird.png
   pulse sample --load runs/a --height 768 --width 512 --vae sd-vae-ft-mse -o tall.png
@@ -484,7 +487,7 @@ def _guidance(
 
 def _check(args: argparse.Namespace) -> list[str]:
     faults = output_faults(args.output, "--output")
-    faults += command_faults(args) + option_faults(args)
+    faults += command_faults(args) + option_faults(args) + guidance_faults(args.guidance)
     if args.vae is not None and output_of(args.output) is Output.TENSORS:
         faults.append("--vae decodes samples, and -o FILE.safetensors writes them undecoded")
     faults += encoder_faults(args)

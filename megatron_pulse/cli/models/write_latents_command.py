@@ -42,8 +42,9 @@ every reading, as diffusers' trainers do. --posterior sample or mean keeps half 
 
 --buckets writes pictures of several shapes, each into a store below DIR; so does --frames of
 several numbers, for clips of videos:PATH. Autoencoders of videos (of Wan, HunyuanVideo, CogVideoX,
-LTX, Mochi) encode the middle of each film. --flip writes latents of
-mirrored pictures beside the others.
+LTX, Mochi, SVD) encode the middle of each film. Of a --backbone that continues pictures, fields of
+the first frame are written too; SVD's --encoders also embed it. --flip writes latents of mirrored
+pictures beside the others.
 
 Files are written in whole shards. The same command again resumes, and encodes shards anew whose
 pictures were edited. Ranks of torchrun or srun share the shards; the folder is equal byte for byte.
@@ -63,6 +64,8 @@ examples:
       -o runs/latents
   pulse data write-latents --from videos:films --buckets 832x480,480x832 --frames 1,81 --fps 16 \\
       --vae wan/vae -o runs/clips
+  pulse data write-latents --from videos:films --buckets 1024x576 --frames 14 --fps 7 -o runs/svd \\
+      --encoders svd --module diffusers:svd/unet --option height=72 --option width=128
   pulse data write-latents --from captions:runs/emoji/images --image-size 32 --text-states 12x64 \\
       -o runs/emoji-latents
   pulse data write-latents --from captions:photos --image-size 512 --encoders sd-v1.5 \\
@@ -107,8 +110,9 @@ def add_write_latents(
         default=RANDOM,
     )
     add(
-        "--frame-noise MEAN,STD",
-        "of the logarithm of the strength of the noise on SVD's first frames (default -3,0.5)",
+        "--frame-noise S,STD",
+        "noise on SVD's first frames: median of its strength, and deviation of the logarithm "
+        "(default 0.05,0.5, exactly exp(-3); 0,0 for none)",
         type=_frame_noise,
     )
     add(
@@ -198,14 +202,14 @@ def _check(args: argparse.Namespace) -> list[str]:
 
 
 def _frame_noise(text: str) -> tuple[float, float]:
-    """``"-3,0.5"`` as mean and deviation; raises ArgumentTypeError."""
+    """``"0.05,0.5"`` as median and deviation; raises ArgumentTypeError."""
     try:
-        mean, deviation = map(float, text.split(","))
+        median, deviation = map(float, text.split(","))
     except ValueError:
-        mean, deviation = math.nan, 0.0
-    if not (math.isfinite(mean) and 0 <= deviation < math.inf):
-        raise argparse.ArgumentTypeError(f"{text!r}: write mean and deviation as -3,0.5")
-    return mean, deviation
+        median, deviation = math.nan, 0.0
+    if not (0 <= median < math.inf and 0 <= deviation < math.inf):
+        raise argparse.ArgumentTypeError(f"{text!r}: write median and deviation as 0.05,0.5")
+    return median, deviation
 
 
 def _text_states(text: str) -> tuple[int, int]:

@@ -142,11 +142,23 @@ class SampleChoice:
 
 
 def parse_guidance(text: str) -> float | tuple[float, float]:
-    """``"5"``, or ``"1,3"`` for the first and the last frame; raises ArgumentTypeError."""
-    scales = tuple(FROM_ZERO.read(part) for part in text.split(","))
-    if len(scales) > 2:
-        raise argparse.ArgumentTypeError(f"{text!r} has {len(scales)} numbers: give one, or two")
+    """``"5"``, or ``"1,3"`` for the first and the last frame; raises ArgumentTypeError.
+
+    Their range is left to ``guidance_faults``.
+    """
+    try:
+        scales = tuple(map(float, text.split(",")))
+    except ValueError:
+        scales = ()
+    if len(scales) not in (1, 2):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number, or two with a comma between")
     return scales[0] if len(scales) == 1 else (scales[0], scales[1])
+
+
+def guidance_faults(scales: float | tuple[float, float] | None) -> list[str]:
+    """Faults of ``--guidance``."""
+    every = scales if isinstance(scales, tuple) else (scales,)
+    return [fault for scale in every for fault in FROM_ZERO.faults("--guidance", scale)]
 
 
 def guidance_text(scales: float | tuple[float, float]) -> str:
