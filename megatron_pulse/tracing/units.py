@@ -229,7 +229,9 @@ def _idle(exported: Exported, weights: Sequence[Sequence[str]]) -> list[tuple[st
     for name in dict.fromkeys(exported.names[a] for a in exported.weights):
         path = tuple(name.split("."))
         if name not in used:
-            prefix = next(path[:depth] for depth in reversed(range(len(path))) if path[:depth] in near)
+            prefix = next(
+                path[:depth] for depth in reversed(range(len(path))) if path[:depth] in near
+            )
             found.append((name, near[prefix]))
     return sorted(found)
 

@@ -121,6 +121,7 @@ def _unet_3d(config: Config, size: Sizes) -> Declared:
                 field="context",
             ),
         ),
+        without_dropout=True,
     )  # fmt: skip
 
 

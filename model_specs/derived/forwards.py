@@ -69,9 +69,7 @@ def lumina2_forward(module: Any) -> Forward:
         rope, device = module.rope_embedder, hidden_states.device
         tables = rope._precompute_freqs_cis(rope.axes_dim, rope.axes_lens, rope.theta)
         tables = [table.to(device) for table in tables]
-        temb, text = module.time_caption_embed(
-            hidden_states, 1 - timestep, encoder_hidden_states
-        )
+        temb, text = module.time_caption_embed(hidden_states, 1 - timestep, encoder_hidden_states)
         places = torch.arange(length, device=device)
         of_text = torch.cat(
             [tables[0][places], *(table[:1].expand(length, -1) for table in tables[1:])], -1
@@ -108,12 +106,43 @@ def lumina2_forward(module: Any) -> Forward:
     return forward
 
 
+class _ZImageAttention:
+    """Z-Image's attention without its region of autocast, which tokens cannot be divided in."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Any,
+        encoder_hidden_states: Any = None,
+        attention_mask: Any = None,
+        freqs_cis: Any = None,
+    ) -> Any:
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        query, key, value = (
+            project(hidden_states).unflatten(-1, (attn.heads, -1))
+            for project in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        query, key = (
+            apply_rotary_emb(x if norm is None else norm(x), freqs_cis, use_real=False)
+            for x, norm in ((query, attn.norm_q), (key, attn.norm_k))
+        )
+        mask = None if attention_mask is None else attention_mask[:, None, None]
+        result = dispatch_attention_fn(query, key, value, attn_mask=mask).flatten(2, 3)
+        for part in attn.to_out:
+            result = part(result)
+        return result
+
+
 def z_image_forward(module: Any) -> Forward:
     """Z-Image: captions of one length, whose mask gives each caption's own.
 
     A caption is filled up to a multiple of 32 with a learned token; behind this it is masked.
     Times run from 1 to 0, as flow's target does, which the pipeline turns around.
     """
+    for layer in (*module.noise_refiner, *module.context_refiner, *module.layers):
+        layer.attention.processor = _ZImageAttention()
 
     def forward(x: Any, t: Any, cap_feats: Any, cap_mask: Any) -> Any:
         import torch
@@ -194,7 +223,7 @@ def omnigen_forward(module: Any) -> Forward:
         patch = module.config.patch_size
         height, width = (side // patch for side in hidden_states.shape[2:])
         rope, device = module.rope, hidden_states.device
-        text, (count, length) = module.embed_tokens(input_ids), input_ids.shape
+        text, length = module.embed_tokens(input_ids), input_ids.shape[1]
         image = module.patch_embedding(hidden_states, is_input_image=False)
         times = module.time_proj(1 - timestep).type_as(image)
         joint = torch.cat([text, module.time_token(times)[:, None], image], 1)
@@ -216,7 +245,9 @@ def omnigen_forward(module: Any) -> Forward:
         angles = index[:, None].float() / (factors * rope.base**half)
         angles = torch.cat([angles, angles], -1)
         ratio = rope.max_position_embeddings / rope.original_max_position_embeddings
-        scale = math.sqrt(1 + math.log(max(ratio, 1)) / math.log(rope.original_max_position_embeddings))
+        scale = math.sqrt(
+            1 + math.log(max(ratio, 1)) / math.log(rope.original_max_position_embeddings)
+        )
         rotary = tuple(part * scale for part in (angles.cos(), angles.sin()))
         for block in module.layers:
             joint = block(joint, attention_mask=bias, image_rotary_emb=rotary)
@@ -346,7 +377,8 @@ def framepack_forward(module: Any) -> Forward:
         sides = [n // p for n, p in zip(hidden_states.shape[2:], patch, strict=True)]
         _, _, frames, height, width = hidden_states.shape
         quarter, half, one = (
-            part.shape[2] for part in (latents_history_4x, latents_history_2x, latents_clean[:, :, 1:])
+            part.shape[2]
+            for part in (latents_history_4x, latents_history_2x, latents_clean[:, :, 1:])
         )
         index = torch.arange(1 + quarter + half + one + frames)
         first, fourth, second, last, own = index.split([1, quarter, half, one, frames])

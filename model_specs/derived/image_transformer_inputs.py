@@ -222,9 +222,7 @@ def _prx(config: Config, size: Sizes) -> Declared:
         _context(size, config.context_in_dim),
         _context_mask(size, "attention_mask", "bool"),
     )
-    return Declared(
-        "hidden_states", "timestep", inputs, THOUSANDTH, patch_size=config.patch_size
-    )
+    return Declared("hidden_states", "timestep", inputs, THOUSANDTH, patch_size=config.patch_size)
 
 
 def _krea2(config: Config, size: Sizes) -> Declared:
@@ -244,9 +242,7 @@ def _krea2(config: Config, size: Sizes) -> Declared:
         _context_mask(size, dtype="bool"),
         SameInput("position_ids", positions),
     )
-    return Declared(
-        "hidden_states", "timestep", inputs, THOUSANDTH, patch_size=SIDE, around=pack
-    )
+    return Declared("hidden_states", "timestep", inputs, THOUSANDTH, patch_size=SIDE, around=pack)
 
 
 def _ernie(config: Config, size: Sizes) -> Declared:
@@ -285,7 +281,5 @@ IMAGES = {
     "OmniGenTransformer2DModel": Known({**_SQUARE, "text_length": 256}, _omnigen),
     "PRXTransformer2DModel": Known({"height": 32, "width": 32, "text_length": 256}, _prx),
     "Krea2Transformer2DModel": Known(_SQUARE, _krea2),
-    "ErnieImageTransformer2DModel": Known(
-        {"height": 64, "width": 64, "text_length": 256}, _ernie
-    ),
+    "ErnieImageTransformer2DModel": Known({"height": 64, "width": 64, "text_length": 256}, _ernie),
 }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.errors import Faults
 from model_specs.common.sample_sizes import parse_buckets
+from model_specs.derived.rank0_messages import say_once
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,10 +53,10 @@ class Declared:
     """All inputs of a module.
 
     ``sample`` is the path of the noisy sample and ``timestep`` the path of the times (see
-    ``from_module``). ``num_classes`` and ``null_label`` are those of ``Backbone``. ``around`` returns
-    the forward that replaces the module's. It does what the class's pipeline does before and after
-    a call, such as packing latents into tokens. ``channel_axis`` is that of a batch of samples, for
-    appended inputs.
+    ``from_module``). ``num_classes`` and ``null_label`` are those of ``Backbone``. ``around`` gives
+    the forward that replaces the module's. It does what the class's pipeline does around a call,
+    such as packing latents into tokens. ``channel_axis`` is that of a batch of samples, for
+    appended inputs. ``without_dropout`` turns off a dropout that the class's config cannot.
     """
 
     sample: str
@@ -68,6 +69,7 @@ class Declared:
     output: int | None = None
     around: Around | None = None
     channel_axis: int = 1
+    without_dropout: bool = False
 
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments for ``from_module``."""
@@ -97,6 +99,8 @@ class Declared:
         for part in module.modules():
             if type(part).__name__ == "LabelEmbedding":
                 part.dropout_prob = 0.0
+        if self.without_dropout:
+            _turn_off_dropout(module)
         if self.around is not None:
             module.forward = self.around(module)
         appended = [i.path for i in self.inputs if isinstance(i, Input) and i.appended]
@@ -107,6 +111,18 @@ class Declared:
     def make(self, dtype: str) -> Callable[[int], dict[str, Any]]:
         """Factory of example inputs by microbatch size, for the run's ``dtype``."""
         return lambda size: nested((i.path, _value(i, size, dtype)) for i in self.inputs)
+
+
+def _turn_off_dropout(module: nn.Module) -> None:
+    """Set every dropout of ``module`` to 0, and say so."""
+    from torch import nn
+
+    parts = [part for part in module.modules() if isinstance(part, nn.Dropout) and part.p]
+    if parts:
+        most = max(part.p for part in parts)
+        say_once(f"{type(module).__name__}: its dropout of {most} is off, as draws need one layout")
+    for part in parts:
+        part.p = 0.0
 
 
 def appending(

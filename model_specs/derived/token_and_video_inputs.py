@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megatron_pulse.backbone.appended_fields import (
@@ -15,6 +16,7 @@ from megatron_pulse.backbone.appended_fields import (
 )
 from model_specs.derived.inputs import Around, Config, Declared, Input, Known, SameInput, Sizes
 from model_specs.derived.references import NO_REFERENCE, repeated, shifted, with_reference
+from model_specs.derived.two_times import with_given_frames
 
 THOUSANDTH = 1e-3
 """Timestep scale of classes with times from 0 to 1."""
@@ -110,9 +112,7 @@ def _qwen_image(config: Config, size: Sizes) -> Declared:
         Input("encoder_hidden_states_mask", (size.text_length,), "bool", "context_mask"),
         SameInput("img_shapes", lambda batch: [[(1, height, width)]] * batch),
     )
-    return Declared(
-        "hidden_states", "timestep", inputs, THOUSANDTH, patch_size=SIDE, around=around
-    )
+    return Declared("hidden_states", "timestep", inputs, THOUSANDTH, patch_size=SIDE, around=around)
 
 
 def _flux2(config: Config, size: Sizes) -> Declared:
@@ -208,7 +208,21 @@ _WAN_FRAMES = 4
 """Frames of a position of Wan's latents."""
 
 
+def _wan(config: Config, size: Sizes) -> Declared:
+    """Wan; with ``known_frames`` the first frames of the latents are given and have time 0 (5B)."""
+    declared = wan(config, size)
+    if not size.known_frames:
+        return declared
+    if len(declared.inputs) > 3:
+        raise ValueError("known_frames: this config takes known frames as channels")
+    image = Input(IMAGE_LATENT, (config.in_channels, size.frames, size.height, size.width))
+    return replace(
+        declared, inputs=(*declared.inputs, image), around=with_given_frames(size.known_frames)
+    )
+
+
 def wan(config: Config, size: Sizes) -> Declared:
+    """Classes with Wan's inputs."""
     inputs = [
         *with_known_frames(config, size, KNOWN_VIDEO, _WAN_FRAMES, mask_first=True),
         Input("timestep", (), "float32"),
@@ -305,7 +319,7 @@ TOKENS = {
         {"frames": 33, "height": 90, "width": 160, "text_length": 256}, _hunyuan_video
     ),
     "WanTransformer3DModel": Known(
-        {"frames": 21, "height": 60, "width": 104, "text_length": 512}, wan
+        {"frames": 21, "height": 60, "width": 104, "text_length": 512, "known_frames": 0}, _wan
     ),
     "MochiTransformer3DModel": Known({"frames": 28, "height": 60, "width": 106}, _mochi),
     "LTXVideoTransformer3DModel": Known(

@@ -201,9 +201,8 @@ def _sana_video(config: Config, size: Sizes) -> Declared:
 
 def _allegro(config: Config, size: Sizes) -> Declared:
     def rotary(batch: int) -> Any:
-        from diffusers.models.embeddings import get_3d_rotary_pos_embed_allegro
-
         import torch
+        from diffusers.models.embeddings import get_3d_rotary_pos_embed_allegro
 
         sides = size.height // config.patch_size, size.width // config.patch_size
         scales = (getattr(config, f"interpolation_scale_{axis}") for axis in "thw")
@@ -278,9 +277,7 @@ def _cosmos(config: Config, size: Sizes) -> Declared:
     if size.frames > 1:
         fps = 30 if config.extra_pos_embed_type == "learnable" else 16
         inputs.append(SameInput("fps", lambda batch: fps))
-    return Declared(
-        "hidden_states", "timestep", tuple(inputs), THOUSANDTH, around=cosmos_forward
-    )
+    return Declared("hidden_states", "timestep", tuple(inputs), THOUSANDTH, around=cosmos_forward)
 
 
 def _motif(config: Config, size: Sizes) -> Declared:
@@ -305,7 +302,7 @@ def _i2vgen(config: Config, size: Sizes) -> Declared:
         Input("image_embeddings", (width,)),
         _context(size, width),
     )
-    return Declared("sample", "timestep", inputs, around=_i2vgen_forward)
+    return Declared("sample", "timestep", inputs, around=_i2vgen_forward, without_dropout=True)
 
 
 def _i2vgen_forward(module: Any) -> Forward:
@@ -361,7 +358,5 @@ VIDEOS = {
     "MotifVideoTransformer3DModel": Known(
         {"frames": 31, "height": 92, "width": 160, "text_length": 512}, _motif
     ),
-    "I2VGenXLUNet": Known(
-        {"frames": 16, "height": 88, "width": 160, "text_length": 77}, _i2vgen
-    ),
+    "I2VGenXLUNet": Known({"frames": 16, "height": 88, "width": 160, "text_length": 77}, _i2vgen),
 }

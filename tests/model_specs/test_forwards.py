@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_pulse.integration.checkpoint.published_weights import export_weights, whole_stage
+from model_specs import load_backbone
+from model_specs.derived.rank0_messages import say_once
 from tests.tracing.zoo import make
 from tests.tracing.zoo.declared import TINY, class_of, declaration
 
@@ -17,7 +21,7 @@ type Call = Callable[[Any, dict[str, Any]], Tensor]
 
 def _plain(module: Any, given: dict[str, Any]) -> Tensor:
     """The class called with what is declared."""
-    return module(**given, return_dict=False)[0]  # type: ignore[no-any-return]
+    return module(**given, return_dict=False)[0]
 
 
 def _pack(x: Tensor) -> Tensor:
@@ -99,6 +103,23 @@ def _appended(*names: str) -> Call:
     return call
 
 
+def _wan_5b(module: Any, given: dict[str, Any]) -> Tensor:
+    """A time for every token: 0 for those of the first frame."""
+    latents, image = given["hidden_states"].clone(), given.pop("image_latent")
+    latents[:, :, 0] = image[:, :, 0]
+    times = given["timestep"][:, None].repeat(1, 3 * 16)
+    times[:, :16] = 0
+    found = _plain(module, {**given, "hidden_states": latents, "timestep": times})
+    return torch.cat([found[:, :, :1].detach(), found[:, :, 1:]], 2)
+
+
+def _i2vgen(module: Any, given: dict[str, Any]) -> Tensor:
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    return _plain(module, {"image_latents": given.pop("image_latent"), **given})
+
+
 def _framepack(module: Any, given: dict[str, Any]) -> Tensor:
     prefix, fourth, half, one, own = torch.arange(1 + 16 + 2 + 1 + 3).split([1, 16, 2, 1, 3])
     indices = {
@@ -120,7 +141,7 @@ def _kandinsky5(module: Any, given: dict[str, Any]) -> Tensor:
         return_dict=False,
         **given,
     )
-    return found.permute(0, 4, 1, 2, 3)  # type: ignore[no-any-return]
+    return found.permute(0, 4, 1, 2, 3)
 
 
 def _ltx2(module: Any, given: dict[str, Any]) -> Tensor:
@@ -133,7 +154,7 @@ def _ltx2(module: Any, given: dict[str, Any]) -> Tensor:
         num_frames=3, height=2, width=2, audio_num_frames=4,
         isolate_modalities=True, return_dict=False, **given,
     )[0]  # fmt: skip
-    return found.transpose(1, 2).view(latents.shape)  # type: ignore[no-any-return]
+    return found.transpose(1, 2).view(latents.shape)
 
 
 def _easy_animate(module: Any, given: dict[str, Any]) -> Tensor:
@@ -164,10 +185,12 @@ CALLS: Mapping[str, Call] = {
     "z_image": _z_image,
     "omnigen": _omnigen,
     "ernie": _ernie,
+    "wan_5b": _wan_5b,
     "chrono_edit": _appended("known_mask", "known_video"),
     "hunyuan_video15": _appended("image_latent", "known_mask"),
     "motif": _appended("image_latent", "known_mask"),
     "framepack": _framepack,
+    "i2vgen": _i2vgen,
     "kandinsky5": _kandinsky5,
     "ltx2": _ltx2,
     "easy_animate": _easy_animate,
@@ -176,7 +199,7 @@ CALLS: Mapping[str, Call] = {
 
 
 def _prediction(result: Any) -> Tensor:
-    return result if isinstance(result, Tensor) else result[0]  # type: ignore[no-any-return]
+    return result if isinstance(result, Tensor) else result[0]
 
 
 def _with_gradients(
@@ -220,3 +243,26 @@ def test_positions_are_those_of_pipelines() -> None:
     image = prepare_pos_ids(1, "image", start=(512, 512), height=4, width=4)
     assert torch.equal(inputs["img_ids"], image)
     assert torch.equal(inputs["txt_ids"], prepare_pos_ids(num_token=6))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ["hunyuan_video15", "ltx2"])
+def test_weights_go_in_and_out_of_a_folder(name: str, tmp_path: Path) -> None:
+    """Also those that no prediction depends on."""
+    tiny = TINY[name]
+    torch.manual_seed(0)
+    module = class_of(name)(**tiny.config)
+    module.save_pretrained(tmp_path / "in")
+    backbone = load_backbone(f"diffusers:{tmp_path / 'in'}", dict(tiny.sizes))
+    stage = whole_stage(backbone, initialise=True)
+    published, tensors = export_weights(backbone, stage)
+    wanted = module.state_dict()
+    assert published.class_name == tiny.kind and tensors.keys() == wanted.keys()
+    assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+
+
+def test_a_fixed_dropout_is_turned_off_aloud(capsys: pytest.CaptureFixture[str]) -> None:
+    say_once.cache_clear()
+    module, _ = make("i2vgen")
+    assert not any(part.p for part in module.modules() if isinstance(part, nn.Dropout))
+    assert "I2VGenXLUNet: its dropout of 0.1 is off" in capsys.readouterr().err

@@ -112,6 +112,7 @@ TINY: dict[str, Tiny] = {
         {**HUNYUAN, "in_channels": 4, "num_single_layers": 2, "text_embed_2_dim": 12,
          "rope_axes_dim": (8, 8), "guidance_embeds": True},
     ),
+    "wan_5b": Tiny("WanTransformer3DModel", WAN, {**VIDEO, "known_frames": 1}),
     "vace": Tiny(
         "WanVACETransformer3DModel",
         {**WAN, "num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 6},
@@ -183,6 +184,15 @@ TINY: dict[str, Tiny] = {
          "num_layers": 3, "text_embed_dim": 16, "adaln_lora_dim": 8, "max_size": (4, 8, 8)},
         VIDEO,
         times=1.0,
+    ),
+    "i2vgen": Tiny(
+        "I2VGenXLUNet",
+        {"in_channels": 4, "out_channels": 4, "down_block_types":
+         ("CrossAttnDownBlock3D", "DownBlock3D"), "up_block_types":
+         ("UpBlock3D", "CrossAttnUpBlock3D"), "block_out_channels": (8, 16),
+         "layers_per_block": 1, "norm_num_groups": 4, "cross_attention_dim": 8,
+         "attention_head_dim": 4},
+        VIDEO,
     ),
     "motif": Tiny(
         "MotifVideoTransformer3DModel",
