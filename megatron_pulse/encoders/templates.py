@@ -63,6 +63,14 @@ def _lumina2(tokenizer: Any) -> Rendering:
     return Rendering(lambda prompt: f"{system} <Prompt Start> {prompt}")
 
 
+def _sana(tokenizer: Any) -> Rendering:
+    import diffusers
+
+    called = inspect.signature(diffusers.SanaPipeline.__call__)
+    lines = called.parameters["complex_human_instruction"].default
+    return Rendering(("\n".join(lines) + "{}").format)
+
+
 def _flux2(tokenizer: Any) -> Rendering:
     system = _bare("Flux2Pipeline").system_message
     begin = tokenizer.bos_token
@@ -105,6 +113,7 @@ _RENDERINGS: dict[str, Callable[[Any], Rendering]] = {
     GLYPHS: _glyphs,
     "QwenImagePipeline": _qwen_image,
     "Lumina2Pipeline": _lumina2,
+    "SanaPipeline": _sana,
     "Flux2Pipeline": _flux2,
     "Flux2KleinPipeline": _thinking(False),
     "ZImagePipeline": _thinking(True),

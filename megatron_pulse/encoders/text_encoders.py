@@ -19,7 +19,7 @@ from megatron_pulse.encoders.loading import (
     silently,
     stored,
 )
-from megatron_pulse.encoders.text_pieces import text_pieces
+from megatron_pulse.encoders.text_pieces import Kept, text_pieces
 from megatron_pulse.encoders.text_recipe import (
     ComponentKind,
     Part,
@@ -56,6 +56,7 @@ class TextEncoder:
         recipe: TextRecipe,
         dtype: torch.dtype | None,
         device: torch.device,
+        kept: Kept,
         weighs: bool = True,
     ) -> None:
         import transformers
@@ -94,9 +95,8 @@ class TextEncoder:
         said = recipe.masked_if_said and getattr(model.config, "use_attention_mask", False)
         masked = (place in recipe.masked or bool(said)) and weighs  # a mask depends on the ids
         self.pieces: tuple[EncoderPiece, ...] = text_pieces(
-            self.kind, self.model, recipe.states_of(place), masked, recipe.crop(place),
-            place in recipe.trimmed, place in recipe.absent,
-        )  # fmt: skip
+            self.kind, self.model, recipe.states_of(place), masked, kept
+        )
         self._folder = where
 
     def _trunk(self, model: Any) -> Any:
@@ -140,6 +140,7 @@ class TextEncoders:
         self.shapes = {name: tuple(shapes[name]) for name in recipe.fields}
         require(self.folder, missing_tokenizers(self.folder, recipe) + self._missing_encoders())
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.tokenizers = Tokenizers(self.folder, recipe, self.shapes)
         self.encoders: dict[int, TextEncoder] = {}
         faults: list[str] = []
         self.zeros_if_empty = recipe.zeros_if_empty
@@ -150,14 +151,17 @@ class TextEncoders:
         for place in recipe.kinds:
             try:
                 weighs = places is None or place in places
-                encoder = TextEncoder(self.folder, place, recipe, dtype, device, weighs)
+                kept = Kept(
+                    self.tokenizers.crops[place], self.tokenizers.templates.get(place),
+                    place in recipe.trimmed, place in recipe.absent,
+                )  # fmt: skip
+                encoder = TextEncoder(self.folder, place, recipe, dtype, device, kept, weighs)
                 self.encoders[place] = encoder
             except UserError as error:
                 faults.append(f"{folder_name('text_encoder', place)}: {error}")
             except Exception as error:  # transformers raises many types
                 faults.append(f"{folder_name('text_encoder', place)}: {describe_exception(error)}")
         require(self.folder, faults)
-        self.tokenizers = Tokenizers(self.folder, recipe, self.shapes)
         require(self.folder, [*self._misfits(), *self._unknown_tokens()], misfits(self.recipe))
 
     def __call__(self, text: str, negative: bool = False) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ Inputs are ``ids`` and ``mask`` (both [b, length], int64). Outputs are ``last``,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,19 +25,52 @@ _ROTARY = ("_cos", "_sin")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
+@dataclass(frozen=True)
+class Kept:
+    """States that an encoder keeps of its tokens.
+
+    Those of ``crop`` tokens are dropped: of the first, or of ``template`` ``[crop]``, whose ids
+    follow the first token; of a text without it the last are dropped. States of padding are zero if
+    ``trimmed``, and all if ``absent`` and the mask is zero.
+    """
+
+    crop: int = 0
+    template: Tensor | None = None
+    trimmed: bool = False
+    absent: bool = False
+
+    @property
+    def changes(self) -> bool:
+        """True unless all states are kept as they are."""
+        return bool(self.crop or self.trimmed or self.absent)
+
+    def __call__(self, name: str, value: Tensor, given: States) -> Tensor:
+        """Kept part of the state ``value`` ``[b, length, ...]`` of this name."""
+        if (self.trimmed or self.absent) and name != State.MASK:
+            mask = given[State.MASK].unsqueeze(-1)
+            seen = mask if self.trimmed else mask.amax(1, keepdim=True)
+            value = value.masked_fill(seen == 0, 0)
+        if self.template is None:
+            return value[:, self.crop :]
+        begins = given["ids"][:, 1 : 1 + self.crop] == self.template.to(value.device)
+        has_template = begins.all(1).view(-1, *[1] * (value.dim() - 1))
+        kept = torch.cat([value[:, :1], value[:, 1 + self.crop :]], dim=1)
+        return torch.where(has_template, kept, value[:, : kept.shape[1]])
+
+
+ALL_KEPT = Kept()
+
+
 def text_pieces(
     kind: ComponentKind,
     model: Any,
     states: frozenset[str],
     masked: bool,
-    crop: int = 0,
-    trimmed: bool = False,
-    absent: bool = False,
+    kept: Kept = ALL_KEPT,
 ) -> tuple[EncoderPiece, ...]:
-    """Layers of ``model`` that compute ``states`` (``Part.key``).
+    """Layers of ``model`` that compute ``states`` (``Part.key``), as far as they are ``kept``.
 
-    ``masked`` layers do not attend to padding. The states of the first ``crop`` tokens are dropped,
-    and those of padding are zero if ``trimmed``. All are zero if ``absent`` and the mask is zero.
+    ``masked`` layers do not attend to padding.
     """
     if kind.is_decoder:
         pieces = _decoder(model, masked, states)
@@ -50,20 +83,13 @@ def text_pieces(
     if not states & {State.LAST, State.POOLED}:
         made = _hidden_layers(states, len(pieces) - 2)
         pieces = pieces[: 1 + max(made.values(), default=len(pieces) - 3)]
-    if not (crop or trimmed or absent):
+    if not kept.changes:
         return pieces
     *others, end = pieces
 
     def through(given: States) -> States:
         found = end.run(given)
-        mask = found[State.MASK].unsqueeze(-1)
-        mask = mask if trimmed else mask.amax(1, keepdim=True)
-        for name in states - {State.POOLED}:
-            value = found[name]
-            if (trimmed or absent) and name != State.MASK:
-                value = value.masked_fill(mask == 0, 0)
-            found = found | {name: value[:, crop:]}
-        return found
+        return found | {n: kept(n, found[n], found) for n in states - {State.POOLED}}
 
     return (*others, replace(end, run=through))
 

@@ -58,6 +58,8 @@ class Cleaning(StrEnum):
     """PixArt's: without addresses, tags and file names."""
     PROMPT = "prompts"
     """Wan's: repaired characters, single spaces."""
+    LOWER_CASE = "case"
+    """Sana's: lower case, without spaces around."""
 
 
 class State(StrEnum):
@@ -99,12 +101,13 @@ class Part:
 class PromptTemplate:
     """Text around a prompt, as the ``pipeline`` of diffusers puts it (see ``templates.py``).
 
-    The states of the first ``crop`` tokens are dropped. ``on_negative``: negative and empty prompts
-    have it too.
+    The states of ``crop`` tokens of the template are dropped, the first ones, or all but one of a
+    template that is before the prompt (None). ``on_negative``: negative and empty prompts have the
+    template too.
     """
 
     pipeline: str
-    crop: int = 0
+    crop: int | None = 0
     on_negative: bool = True
 
 
@@ -175,10 +178,6 @@ class TextRecipe:
     def states_of(self, place: int) -> frozenset[str]:
         """Keys of the states taken from the encoder at a place."""
         return frozenset(part.key for part in self.parts() if part.place == place)
-
-    def crop(self, place: int) -> int:
-        """Number of leading tokens at a place whose states are dropped."""
-        return self.templates[place].crop if place in self.templates else 0
 
     def of(self, field: str, place: int) -> str:
         """States of the encoder at a place in a field, as text; empty if there are none."""

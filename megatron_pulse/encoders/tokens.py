@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_pulse.diffusion.published import original_files
@@ -84,6 +85,10 @@ class Tokenizers:
         require(self.folder, missing_tokenizers(self.folder, recipe))
         self._tokenizers: dict[int, Any] = {}
         self._renderings: dict[int, Rendering] = {}
+        self.crops = dict.fromkeys(recipe.kinds, 0)
+        """Number of tokens, by place, whose states are dropped."""
+        self.templates: dict[int, Tensor] = {}
+        """Ids of these, where they follow the first token of a prompt."""
         self.digests: dict[int, str] = {}
         faults = []
         for place in recipe.kinds:
@@ -102,8 +107,12 @@ class Tokenizers:
                     tokenizer.padding_side = "right"
                 self._tokenizers[place] = tokenizer
                 if (template := recipe.templates.get(place)) is not None:
-                    self._renderings[place] = rendering(template.pipeline, tokenizer)
-                    self._renderings[place].text("")  # a missing chat template fails here
+                    made = self._renderings[place] = rendering(template.pipeline, tokenizer)
+                    # A missing chat template fails here.
+                    alone = tokenizer(made.text(""), verbose=False)["input_ids"]
+                    self.crops[place] = len(alone) - 2 if template.crop is None else template.crop
+                    if template.crop is None:
+                        self.templates[place] = torch.tensor(alone[1:-1])
             except Exception as error:  # transformers raises many types
                 faults.append(f"{where.name}: {describe_exception(error)}")
             self.digests[place] = digest_of(where)
@@ -143,13 +152,18 @@ class Tokenizers:
         """
         found = {}
         for place in self._tokenizers:
+            bare = negative and place in self.templates
+            length = (self.state_lengths if bare else self.lengths)[place]
             made = self._tokens(
-                text, place, negative, padding="max_length", max_length=self.lengths[place],
-                truncation=True, return_attention_mask=True,
+                text, place, negative, padding="max_length", max_length=length, truncation=True,
+                return_attention_mask=True,
             )  # fmt: skip
-            found[ids_name(place)] = torch.tensor(made["input_ids"])
+            ids, mask = torch.tensor(made["input_ids"]), torch.tensor(made["attention_mask"])
+            if more := self.lengths[place] - len(ids):
+                ids = F.pad(ids, (0, more), value=self._tokenizers[place].pad_token_id)
+                mask = F.pad(mask, (0, more))
+            found[ids_name(place)] = ids
             is_absent = place in self.recipe.absent and not self._renderings[place].text(text)
-            mask = torch.tensor(made["attention_mask"])
             found[mask_name(place)] = torch.zeros_like(mask) if is_absent else mask
         if not text and self._no_tokens_if_empty:
             return {name: torch.zeros_like(value) for name, value in found.items()}
@@ -158,7 +172,7 @@ class Tokenizers:
     @property
     def state_lengths(self) -> dict[int, int]:
         """Numbers of tokens whose states are kept, by place."""
-        return {place: n - self.recipe.crop(place) for place, n in self.lengths.items()}
+        return {place: length - self.crops[place] for place, length in self.lengths.items()}
 
     def num_tokens(self, place: int) -> int:
         """Size of a tokenizer's vocabulary, an upper bound of its ids."""
@@ -233,7 +247,7 @@ class Tokenizers:
             (fitted,) = {p.place for row in rows for p in row} & self.recipe.fitted or {0}
             if fitted:
                 others = sum(lengths[row[0].place] for row in rows if row[0].place != fitted)
-                lengths[fitted] = shapes[name][0] - others + self.recipe.crop(fitted)
+                lengths[fitted] = shapes[name][0] - others + self.crops[fitted]
                 if shapes[name][0] <= others:
                     faults.append(
                         f"{name} of {shapes[name][0]} tokens leaves none for "
@@ -301,6 +315,8 @@ def cleaned(text: str, kind: Cleaning) -> str:
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
         return str(prompt_clean(text))
+    if kind is Cleaning.LOWER_CASE:
+        return text.lower().strip()
     return text.lower().strip() if (clean := _cleaner()) is None else clean(clean(text))
 
 
@@ -308,7 +324,9 @@ def cleans(kind: Cleaning) -> bool:
     """True if diffusers' packages for cleaning texts are installed (ftfy, for captions bs4 too)."""
     from diffusers.utils import is_ftfy_available
 
-    return bool(is_ftfy_available()) if kind is Cleaning.PROMPT else _cleaner() is not None
+    if kind is Cleaning.CAPTION:
+        return _cleaner() is not None
+    return kind is Cleaning.LOWER_CASE or bool(is_ftfy_available())
 
 
 @functools.cache

@@ -128,6 +128,12 @@ LUMINA2 = TextRecipe(
     right_padded=frozenset({1}),
     templates={1: PromptTemplate("Lumina2Pipeline", on_negative=False)},
 )
+SANA = replace(
+    LUMINA2,
+    fields=_MASKED_STATES,
+    templates={1: PromptTemplate("SanaPipeline", crop=None, on_negative=False)},
+    cleaning=Cleaning.LOWER_CASE,
+)
 Z_IMAGE = replace(
     LUMINA2,
     kinds={1: ComponentKind.QWEN3},
@@ -161,6 +167,7 @@ BY_CLASS: dict[str, tuple[TextRecipe, ...]] = {
     "QwenImageTransformer2DModel": (QWEN_IMAGE,),
     "Flux2Transformer2DModel": (FLUX2, FLUX2_KLEIN),
     "Lumina2Transformer2DModel": (LUMINA2,),
+    "SanaTransformer2DModel": (SANA,),
     "ZImageTransformer2DModel": (Z_IMAGE,),
 }
 """Recipes of diffusers' classes without a family."""

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.diffusion.noise import start_noise
+from tests.cli.test_prompts import SCALED
 from tests.encoders.pipelines import make_pipeline
 from tests.encoders.test_videos import MADE
 
@@ -96,6 +97,42 @@ CASES = {
         (*sizes(frames=2, height=4, width=4, text_length=40), "--guidance", "1"),
         {"guidance_scale": 3.5, "num_frames": 5, "max_sequence_length": 40, "height": 32,
          "width": 32},
+    ),
+    "ltx": Case(
+        diffusers.LTXPipeline,
+        diffusers.LTXVideoTransformer3DModel,
+        {
+            **HEADS, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4,
+            "cross_attention_dim": 32, "caption_channels": 8,
+        },
+        "ltx",
+        (("t5", "T5EncoderModel"),),
+        (4, 2, 2, 3),
+        (*sizes(frames=2, height=2, width=3, text_length=7), *NEGATIVE),
+        {
+            "negative_prompt": ["old cat"] * 2, "guidance_scale": 2.0, "num_frames": 9,
+            "max_sequence_length": 7, "height": 64, "width": 96,
+        },
+        packed=lambda pipeline, noise: noise.flatten(2).mT,
+        unpacked=lambda pipeline, made: made.mT.unflatten(2, (2, 2, 3)),
+    ),
+    "cogvideox": Case(
+        diffusers.CogVideoXPipeline,
+        diffusers.CogVideoXTransformer3DModel,
+        {
+            **HEADS, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4,
+            "time_embed_dim": 8, "text_embed_dim": 8, "sample_width": 6, "sample_height": 4,
+            "sample_frames": 5, "patch_size": 2, "max_text_seq_length": 7,
+        },
+        "cogvideox",
+        (("t5", "T5EncoderModel"),),
+        (2, 4, 4, 6),
+        NEGATIVE,
+        {
+            "negative_prompt": ["old cat"] * 2, "guidance_scale": 2.0, "num_frames": 5,
+            "max_sequence_length": 7, "height": 32, "width": 48,
+        },
+        scheduler=diffusers.DDIMScheduler(**SCALED, prediction_type="v_prediction"),
     ),
     "flux2": Case(
         diffusers.Flux2Pipeline,

@@ -52,7 +52,9 @@ def _make_decoder(kind: str, width: int, layers: int) -> Any:
         return transformers.LlamaModel(transformers.LlamaConfig(**said))
     if kind == "gemma2":
         return transformers.Gemma2Model(
-            transformers.Gemma2Config(**said, head_dim=4, sliding_window=3, query_pre_attn_scalar=4)
+            transformers.Gemma2Config(
+                **said, head_dim=4, sliding_window=16, query_pre_attn_scalar=4
+            )
         )
     if kind.startswith("qwen3"):
         qwen3 = transformers.Qwen3Config(**said, head_dim=4)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import diffusers
 import pytest
+import torch
 from PIL import Image
 
 from megatron_pulse.cli.main import main
@@ -45,6 +47,12 @@ def test_pipelines_and_ranks_that_share_tokens_train_as_one_process(
     seen = str(flags[flags.index("--pulse-data") + 1].partition(":")[2]) + ".reference/3.png"
     prompt = ["--prompt", "a dark digit one", "--image", seen]
     assert main([*draw, *prompt, "-o", str(tmp_path / "edited.png")]) == 0
+    back = tmp_path / "back"
+    assert main(["export", "--load", str(tmp_path / "kept"), "--raw", "--to", str(back)]) == 0
+    assert "pipeline_tag: image-to-image" in (back / "README.md").read_text()
+    model = diffusers.FluxTransformer2DModel.from_pretrained(back)
+    weight = model.x_embedder.weight
+    assert torch.equal(weight, torch.as_tensor(expected.weights["x_embedder.linear.weight"]))
 
 
 def test_pictures_without_a_reference_are_listed(
