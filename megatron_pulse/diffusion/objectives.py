@@ -62,9 +62,9 @@ class DiffusionProcess:
 
     ``edm`` is Karras et al. 2022, table 1, with sigma_data 1 and c_skip, c_out as SVD has them. The
     backbone sees c_in (x_0 + sigma eps), c_in = 1 / sqrt(1 + sigma^2), and the timestep c_noise =
-    ln(sigma) / 4. The loss of the denoised sample, weighted by 1 / c_out^2, is the squared error of
-    the backbone's output to c_in (eps - sigma x_0): of v at a continuous sigma. Its times are
-    sigma / (1 + sigma), so that logit-normal times are a log-normal sigma.
+    ln(sigma) / 4. The loss of the denoised sample is weighted by 1 / c_out^2. It equals the squared
+    error of the backbone's output to c_in (eps - sigma x_0), which is v at a continuous sigma. The
+    times of ``edm`` are sigma / (1 + sigma), so that logit-normal times are a log-normal sigma.
 
     Other timesteps are float32 in [0, ``num_timesteps``) (flow's t is scaled), so a
     backbone's sinusoidal embedding sees one range. ``beta_start`` and ``beta_end`` default to

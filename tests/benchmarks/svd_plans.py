@@ -4,8 +4,8 @@
 
 Predicted from analytic costs on A100s in nodes of eight, all weights with Adam in bfloat16; nothing
 is run. A step has a sample for each device, a microbatch one. Cells are samples/s of the tuner's
-choice of everything else. *Relayed* skips travel within the boundaries that they cross, as other
-pipelines send them; such a plan is predicted only. A dash: nothing fits.
+choice of everything else. *Relayed* skips travel within the boundaries that they cross. Such a plan
+is predicted only. A dash: nothing fits.
 """
 
 from __future__ import annotations
