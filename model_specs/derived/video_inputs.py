@@ -56,7 +56,7 @@ def _hunyuan_video15(config: Config, size: Sizes) -> Declared:
     byt5 = (_BYT5_TOKENS, config.text_embed_2_dim)
     inputs = [
         *with_known_frames(config, size, IMAGE_LATENT, 1, mask_first=False),
-        _times(),
+        Input("timestep", ()),  # no dtype: embeddings take that of their input
         _context(size, config.text_embed_dim),
         _context_mask(size),
         Input("encoder_hidden_states_2", byt5, field="context_byt5"),
@@ -72,7 +72,7 @@ def _hunyuan_image(config: Config, size: Sizes) -> Declared:
         raise ValueError("use_meanflow: distillation with a second time is unsupported")
     inputs = [
         Input("hidden_states", (config.in_channels, size.height, size.width)),
-        _times(),
+        Input("timestep", ()),  # no dtype: embeddings take that of their input
         _context(size, config.text_embed_dim),
         _context_mask(size),
     ]

@@ -26,8 +26,14 @@ from tests.tracing.context_parallel.modules import (
 )
 from tests.tracing.context_parallel.ranks import Compared, compare, wait_alone
 from tests.tracing.subject import Subject
+from tests.tracing.zoo.declared import TINY
 
 FP32, FP64 = "float32", "float64"
+IN_FP32 = {"chrono_edit", "hunyuan_image", "hunyuan_video15", "kandinsky5", "krea2", "lumina2",
+           "skyreels", "vace", "wan_5b", "z_image"}  # fmt: skip
+"""Declared classes that compute in fp32, whatever their dtype."""
+REFUSED = {"hidream": "depends on data", "sana_video": "queries are not", "i2vgen": "UNets are not"}
+"""Declared classes whose tokens are not divided, and why."""
 QUICK = {
     2: (("mixed", FP64), ("flux", FP64), ("three_heads", FP64), ("three_heads", FP32)),
     3: (("mixed", FP64),),
@@ -39,6 +45,7 @@ OTHERS = {
         *(("ltx", FP32), ("ltx", FP64)),
         *(("hunyuan_video", FP64), ("cogvideox_5b", FP64), ("sd3", FP64), ("t5", FP64)),
         ("pixart_alpha", FP64),
+        *((name, FP32 if name in IN_FP32 else FP64) for name in sorted(TINY.keys() - REFUSED)),
     ),
     4: (("wan_of_4_heads", FP32), ("flux_of_4_heads", FP64), ("ltx_of_4_heads", FP64),
         ("hunyuan_video_of_4_heads", FP64)),
@@ -61,6 +68,12 @@ SLICED = {2: (("flux", FP64), ("wan", FP32)), 3: (("mixed", FP64), ("three_heads
 def test_ranks_in_slices_of_their_tokens_equal_one_process(size: int) -> None:
     """Two or three slices, uneven ones among them; rings and all-to-alls."""
     _require_equal(size, SLICED[size], 5 - size)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_declared_classes_that_cannot_be_divided_say_why(name: str) -> None:
+    with pytest.raises(Faults, match=REFUSED[name]):
+        divide_context(Subject(name, "float32").chain, 0, 2)
 
 
 @pytest.mark.parametrize("size", OTHERS)

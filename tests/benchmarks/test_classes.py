@@ -1,0 +1,31 @@
+"""Table of diffusers' classes in the README, beside the command that makes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from model_specs.derived.classes import CLASSES
+from model_specs.derived.diffusers_modules import defaults_of
+from tests.benchmarks.classes import MODELS, line, row
+
+PAGE = Path(__file__).parents[2] / "model_specs/README.md"
+
+
+def rows_of_readme() -> list[str]:
+    """Rows of models, each beginning with a name."""
+    lines = PAGE.read_text().splitlines()
+    return [each for each in lines if each.split("|")[1:2] and each.split("|")[1] in MODELS]
+
+
+def test_rows_of_the_readme_are_those_of_the_command() -> None:
+    rows = rows_of_readme()
+    assert len(rows) >= 10
+    for name in ("PRX", "Wan 2.1 1.3B"):
+        assert line(row(name)) in rows
+
+
+def test_models_are_of_declared_classes_with_known_options() -> None:
+    for name, model in MODELS.items():
+        settings = defaults_of(model.kind)
+        sizes = CLASSES[model.kind].defaults({**settings, "num_frames": 1})
+        assert model.options.keys() <= {*settings, *sizes}, name
