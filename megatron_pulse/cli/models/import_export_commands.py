@@ -74,9 +74,9 @@ examples:
 _EXPORT = """\
 Writes the EMA of a checkpoint's weights (with --raw: the weights) in the published format of the
 model: a folder for diffusers' from_pretrained, or for U-ViT, SUV and a module of your own a file
-(.pth or .safetensors) with its names. For UNets, SD3, Flux and Wan, --to FILE.safetensors writes the
-backbone with the original names, as ComfyUI and from_single_file read them. Imported weights are
-exported bit for bit. The diffusion process is written as a diffusers scheduler's configuration,
+(.pth or .safetensors) with its names. For UNets, SD3, Flux and Wan, --to FILE.safetensors writes
+the backbone with the original names, as ComfyUI and from_single_file read them. Imported weights
+are exported bit for bit. The diffusion process is written as a diffusers scheduler's configuration,
 into the folder scheduler, or beside a file as NAME.scheduler_config.json.
 
 Of an adapter's run it writes the adapter alone: a folder for load_lora_weights, or one file
