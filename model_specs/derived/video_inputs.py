@@ -12,7 +12,7 @@ from model_specs.derived.forwards import (
     hunyuan_image_forward,
     hunyuan_video15_forward,
 )
-from model_specs.derived.inputs import Config, Declared, Input, Known, SameInput, Sizes
+from model_specs.derived.inputs import COMPUTE, Config, Declared, Input, Known, SameInput, Sizes
 from model_specs.derived.token_and_video_inputs import THOUSANDTH, video, wan, with_known_frames
 
 _SIGLIP_TOKENS = 729
@@ -21,8 +21,8 @@ _BYT5_TOKENS = 256
 """Tokens of the glyph encoder's text in HunyuanVideo 1.5."""
 
 
-def _times() -> Input:
-    return Input("timestep", (), "float32")
+def _times(dtype: str = "float32") -> Input:
+    return Input("timestep", (), dtype)
 
 
 def _context(size: Sizes, width: int) -> Input:
@@ -56,7 +56,7 @@ def _hunyuan_video15(config: Config, size: Sizes) -> Declared:
     byt5 = (_BYT5_TOKENS, config.text_embed_2_dim)
     inputs = [
         *with_known_frames(config, size, IMAGE_LATENT, 1, mask_first=False),
-        Input("timestep", ()),  # no dtype: embeddings take that of their input
+        _times(COMPUTE),
         _context(size, config.text_embed_dim),
         _context_mask(size),
         Input("encoder_hidden_states_2", byt5, field="context_byt5"),
@@ -72,7 +72,7 @@ def _hunyuan_image(config: Config, size: Sizes) -> Declared:
         raise ValueError("use_meanflow: distillation with a second time is unsupported")
     inputs = [
         Input("hidden_states", (config.in_channels, size.height, size.width)),
-        Input("timestep", ()),  # no dtype: embeddings take that of their input
+        _times(COMPUTE),
         _context(size, config.text_embed_dim),
         _context_mask(size),
     ]
@@ -114,7 +114,7 @@ def _kandinsky5(config: Config, size: Sizes) -> Declared:
     channels, sides = config.in_visual_dim, (size.frames, size.height, size.width)
     inputs: list[Input | SameInput] = [
         Input("hidden_states", (channels, *sides)),
-        _times(),
+        _times(COMPUTE),
         _context(size, config.in_text_dim),
         Input("pooled_projections", (config.in_text_dim2,), field="pooled"),
     ]
@@ -285,7 +285,7 @@ def _motif(config: Config, size: Sizes) -> Declared:
         raise ValueError("image_embed_dim: a picture's states are unsupported")
     inputs = (
         *with_known_frames(config, size, IMAGE_LATENT, 1, mask_first=False),
-        _times(),
+        _times(COMPUTE),
         _context(size, config.text_embed_dim),
         _context_mask(size),
     )

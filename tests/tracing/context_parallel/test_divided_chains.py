@@ -29,9 +29,11 @@ from tests.tracing.subject import Subject
 from tests.tracing.zoo.declared import TINY
 
 FP32, FP64 = "float32", "float64"
-IN_FP32 = {"chrono_edit", "hunyuan_image", "hunyuan_video15", "kandinsky5", "krea2", "lumina2",
-           "skyreels", "vace", "wan_5b", "z_image"}  # fmt: skip
+IN_FP32 = {"chrono_edit", "cosmos", "hunyuan_image", "hunyuan_video15", "kandinsky5", "krea2",
+           "lumina2", "motif", "skyreels", "vace", "wan_5b", "z_image"}  # fmt: skip
 """Declared classes that compute in fp32, whatever their dtype."""
+ROUNDED = {"kandinsky5": 4e-3}
+"""Classes that round queries and keys to bf16, whatever their dtype."""
 REFUSED = {"hidream": "depends on data", "sana_video": "queries are not", "i2vgen": "UNets are not"}
 """Declared classes whose tokens are not divided, and why."""
 QUICK = {
@@ -88,7 +90,7 @@ def _require_equal(size: int, chains: tuple[tuple[str, str], ...], token_slices:
         f"{name} {dtype}: {fault}"
         for of_rank in every
         for (name, dtype), found in of_rank.items()
-        for fault in _faults(found, 1e-12 if dtype == FP64 else 2e-6)
+        for fault in _faults(found, ROUNDED.get(name, 1e-12 if dtype == FP64 else 2e-6))
     ]
     assert not faults
 
