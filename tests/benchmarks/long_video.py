@@ -43,14 +43,21 @@ from tests.benchmarks.setups import decide
 
 @dataclass(frozen=True)
 class Model:
-    """A class of diffusers with its sizes, and further projections that LoRA adapts."""
+    """A backbone with its sizes, and further projections that LoRA adapts."""
 
     name: str
     options: Mapping[str, Any]
     targets: tuple[str, ...] = ()
 
 
-_WAN, _HUNYUAN = "WanTransformer3DModel", "HunyuanVideoTransformer3DModel"
+_WAN, _HUNYUAN, _LTX = (
+    f"diffusers:{name}"
+    for name in (
+        "WanTransformer3DModel",
+        "HunyuanVideoTransformer3DModel",
+        "LTXVideoTransformer3DModel",
+    )
+)
 MODELS: Mapping[str, Model] = {
     "wan-14b-81f-480p": Model(_WAN, {"frames": 21, "height": 60, "width": 104}),
     "wan-14b-81f-720p": Model(_WAN, {"frames": 21, "height": 90, "width": 160}),
@@ -62,22 +69,22 @@ MODELS: Mapping[str, Model] = {
         },
     ),
     "svd-14f-576x1024": Model(
-        "UNetSpatioTemporalConditionModel",
+        "diffusers:UNetSpatioTemporalConditionModel",
         {"num_frames": 14, "height": 72, "width": 128, "num_attention_heads": "5,10,20,20"},
     ),
     "hunyuanvideo-129f-720p": Model(_HUNYUAN, {}),
-    "ltx-2b-121f-704p": Model(
-        "LTXVideoTransformer3DModel", {"frames": 16, "height": 22, "width": 38}
-    ),
+    "suv-8.5b": Model("suv-8.5b", {}),
+    "suv-13b": Model("suv-13b", {}),
+    "ltx-2b-121f-704p": Model(_LTX, {"frames": 16, "height": 22, "width": 38}),
     "ltx-13b-121f-704p": Model(
-        "LTXVideoTransformer3DModel",
+        _LTX,
         {
             **{"frames": 16, "height": 22, "width": 38, "num_layers": 48},
             **{"attention_head_dim": 128, "cross_attention_dim": 4096},
         },
     ),
-    "qwen-image-1024": Model("QwenImageTransformer2DModel", {}),
-    "flux2-1024": Model("Flux2Transformer2DModel", {}, ("to_qkv_mlp_proj", "to_out")),
+    "qwen-image-1024": Model("diffusers:QwenImageTransformer2DModel", {}),
+    "flux2-1024": Model("diffusers:Flux2Transformer2DModel", {}, ("to_qkv_mlp_proj", "to_out")),
 }
 _PCIE = ClusterLink("pcie", 10, 20, BandwidthScope.DEVICE)
 _NETWORK = ClusterLink("ethernet", 12.5, 30, BandwidthScope.NODE)
@@ -100,7 +107,8 @@ def backbone_of(name: str, adapted: bool) -> Backbone:
     from model_specs import TrainedPart, load_backbone, trained_as
 
     model = MODELS[name]
-    backbone = load_backbone(f"diffusers:{model.name}", {"dtype": "bfloat16", **model.options})
+    dtype = {"dtype": "bfloat16"} if model.name.startswith("diffusers:") else {}
+    backbone = load_backbone(model.name, {**dtype, **model.options})
     if not adapted:
         return backbone
     adapter = Adapter(targets=(*ATTENTION, *model.targets) if model.targets else ATTENTION)
