@@ -34,7 +34,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Row:
-    """Numbers of one model; ``CP`` is "yes" or the first reason against."""
+    """Numbers of one model; ``CP`` is "yes" or the first reason against.
+
+    A model that no chain is made of has zeros, and the reason as ``CP``.
+    """
 
     model: str
     B: float
@@ -176,7 +179,10 @@ def row(name: str) -> Row:
     from model_specs import load_backbone
 
     model = MODELS[name]
-    backbone = load_backbone(f"diffusers:{model.kind}", {"dtype": "bfloat16", **model.options})
+    try:
+        backbone = load_backbone(f"diffusers:{model.kind}", {"dtype": "bfloat16", **model.options})
+    except ValueError as error:
+        return Row(name, 0.0, 0, 0.0, 0, f"refused: {error}")
     links = [layer for layer in backbone.layers if not layer.embedder]
     sizes = [sum(spec.bytes_per_sample(2) for spec in layer.outputs) for layer in links[:-1]]
     try:
