@@ -34,7 +34,8 @@ IN_FP32 = {"chrono_edit", "cosmos", "hunyuan_image", "hunyuan_video15", "kandins
 """Declared classes that compute in fp32, whatever their dtype."""
 ROUNDED = {"kandinsky5": 4e-3}
 """Classes that round queries and keys to bf16, whatever their dtype."""
-REFUSED = {"hidream": "depends on data", "sana_video": "queries are not", "i2vgen": "UNets are not"}
+REFUSED = {"hidream": "depends on data", "sana_video": "queries are not", "i2vgen": "UNets are not",
+           "latte": "reshape.default of temporal"}  # fmt: skip
 """Declared classes whose tokens are not divided, and why."""
 QUICK = {
     2: (("mixed", FP64), ("flux", FP64), ("three_heads", FP64), ("three_heads", FP32)),
