@@ -13,6 +13,7 @@ from megatron_pulse.backbone.appended_fields import (
     MASKED_IMAGE,
     inpaints,
 )
+from model_specs.derived.forwards import scaled_guidance
 from model_specs.derived.image_transformer_inputs import IMAGES
 from model_specs.derived.inputs import Config, Declared, Input, Known, SameInput, Sizes
 from model_specs.derived.token_and_video_inputs import TOKENS
@@ -264,7 +265,12 @@ def _pixart(config: Config, size: Sizes) -> Declared:
 
 def _sana(config: Config, size: Sizes) -> Declared:
     mask = Input("encoder_attention_mask", (size.text_length,), "int64", "context_mask")
-    return _text(config, size, config.caption_channels, mask)
+    declared = _text(config, size, config.caption_channels, mask)
+    if not config.guidance_embeds:
+        return declared
+    inputs = (*declared.inputs, Input("guidance", (), "float32"))
+    around = scaled_guidance(config.guidance_embeds_scale)
+    return replace(declared, inputs=inputs, around=around)
 
 
 def _aura_flow(config: Config, size: Sizes) -> Declared:

@@ -41,6 +41,23 @@ def negated(module: Any) -> Forward:
     return call
 
 
+def scaled_guidance(factor: float) -> Around:
+    """Wrapper that scales the guidance, as the class's pipeline does before the call."""
+
+    def around(module: Any) -> Forward:
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def call(**given: Any) -> Any:
+            if "guidance" in given:
+                given["guidance"] = factor * given["guidance"]
+            return forward(**given)
+
+        return call
+
+    return around
+
+
 def _only(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 

@@ -14,6 +14,7 @@ from megatron_pulse.backbone.appended_fields import (
     KNOWN_VIDEO,
     MASKED_IMAGE,
 )
+from model_specs.derived.forwards import scaled_guidance
 from model_specs.derived.inputs import Around, Config, Declared, Input, Known, SameInput, Sizes
 from model_specs.derived.references import NO_REFERENCE, repeated, shifted, with_reference
 from model_specs.derived.two_times import with_given_frames
@@ -184,24 +185,12 @@ def _hunyuan_video(config: Config, size: Sizes) -> Declared:
     ]
     if config.guidance_embeds:
         inputs.append(Input("guidance", (), "float32"))
-    return Declared("hidden_states", "timestep", tuple(inputs), around=_with_scaled_guidance)
+    around = scaled_guidance(GUIDANCE_SCALE)
+    return Declared("hidden_states", "timestep", tuple(inputs), around=around)
 
 
-_GUIDANCE_SCALE = 1000
+GUIDANCE_SCALE = 1000
 """Factor that HunyuanVideo's pipelines apply to guidance, and Flux's class itself."""
-
-
-def _with_scaled_guidance(given: Any) -> Callable[..., Any]:
-    forward = getattr(given, "forward", given)
-
-    @functools.wraps(forward)
-    def call(**inputs: Any) -> Any:
-        if "guidance" in inputs:
-            inputs["guidance"] = inputs["guidance"] * _GUIDANCE_SCALE
-        (predicted,) = forward(**inputs, return_dict=False)
-        return predicted
-
-    return call
 
 
 _WAN_FRAMES = 4

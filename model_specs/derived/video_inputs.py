@@ -11,9 +11,17 @@ from model_specs.derived.forwards import (
     framepack_forward,
     hunyuan_image_forward,
     hunyuan_video15_forward,
+    scaled_guidance,
+    then,
 )
 from model_specs.derived.inputs import COMPUTE, Config, Declared, Input, Known, SameInput, Sizes
-from model_specs.derived.token_and_video_inputs import THOUSANDTH, video, wan, with_known_frames
+from model_specs.derived.token_and_video_inputs import (
+    GUIDANCE_SCALE,
+    THOUSANDTH,
+    video,
+    wan,
+    with_known_frames,
+)
 
 _SIGLIP_TOKENS = 729
 """Tokens of a picture of SigLIP at 384 pixels."""
@@ -86,7 +94,8 @@ def _hunyuan_image(config: Config, size: Sizes) -> Declared:
         inputs.append(Input("guidance", (), "float32"))
     return Declared(
         "hidden_states", "timestep", tuple(inputs),
-        patch_size=config.patch_size[0], around=hunyuan_image_forward,
+        patch_size=config.patch_size[0],
+        around=then(hunyuan_image_forward, scaled_guidance(GUIDANCE_SCALE)),
     )  # fmt: skip
 
 
@@ -105,7 +114,8 @@ def _framepack(config: Config, size: Sizes) -> Declared:
     ]
     if config.guidance_embeds:
         inputs.append(Input("guidance", (), "float32"))
-    return Declared("hidden_states", "timestep", tuple(inputs), around=framepack_forward)
+    around = then(framepack_forward, scaled_guidance(GUIDANCE_SCALE))
+    return Declared("hidden_states", "timestep", tuple(inputs), around=around)
 
 
 def _kandinsky5(config: Config, size: Sizes) -> Declared:
@@ -194,9 +204,11 @@ def _sana_video(config: Config, size: Sizes) -> Declared:
         _context(size, config.caption_channels),
         _context_mask(size),
     ]
+    around = None
     if config.guidance_embeds:
         inputs.append(Input("guidance", (), "float32"))
-    return Declared("hidden_states", "timestep", tuple(inputs))
+        around = scaled_guidance(config.guidance_embeds_scale)
+    return Declared("hidden_states", "timestep", tuple(inputs), around=around)
 
 
 def _allegro(config: Config, size: Sizes) -> Declared:

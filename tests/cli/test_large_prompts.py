@@ -156,6 +156,25 @@ CASES = {
         {"guidance_scale": 3.5, "max_sequence_length": 60, "height": 8, "width": 12},
         unpacked=lambda pipeline, made: made.mT.unflatten(2, (2, 3)),
     ),
+    "qwen_image": Case(
+        diffusers.QwenImagePipeline,
+        diffusers.QwenImageTransformer2DModel,
+        {
+            **HEADS, "attention_head_dim": 16, "in_channels": 16, "out_channels": 4,
+            "joint_attention_dim": 8, "axes_dims_rope": (4, 6, 6),
+        },
+        (
+            "AutoencoderKLQwenImage",
+            {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1,
+             "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4},
+        ),
+        (("qwen_vl", "Qwen2_5_VLForConditionalGeneration"),),
+        (4, 4, 6),
+        (*sizes(height=4, width=6, text_length=80), "--guidance", "1"),
+        {"true_cfg_scale": 1.0, "height": 32, "width": 48},
+        packed=lambda pipeline, noise: pipeline._pack_latents(noise, 2, 4, 4, 6),
+        unpacked=lambda pipeline, made: pipeline._unpack_latents(made, 32, 48, 8).squeeze(2),
+    ),
 }  # fmt: skip
 
 

@@ -120,6 +120,11 @@ def _i2vgen(module: Any, given: dict[str, Any]) -> Tensor:
     return _plain(module, {"image_latents": given.pop("image_latent"), **given})
 
 
+def _scaled(factor: float, call: Call = _plain) -> Call:
+    """The class called with scaled guidance."""
+    return lambda module, given: call(module, {**given, "guidance": factor * given["guidance"]})
+
+
 def _framepack(module: Any, given: dict[str, Any]) -> Tensor:
     prefix, fourth, half, one, own = torch.arange(1 + 16 + 2 + 1 + 3).split([1, 16, 2, 1, 3])
     indices = {
@@ -189,7 +194,9 @@ CALLS: Mapping[str, Call] = {
     "chrono_edit": _appended("known_mask", "known_video"),
     "hunyuan_video15": _appended("image_latent", "known_mask"),
     "motif": _appended("image_latent", "known_mask"),
-    "framepack": _framepack,
+    "framepack": _scaled(1000, _framepack),
+    "hunyuan_image": _scaled(1000),
+    "sana_video": _scaled(0.1),
     "i2vgen": _i2vgen,
     "kandinsky5": _kandinsky5,
     "ltx2": _ltx2,

@@ -129,7 +129,8 @@ TINY: dict[str, Tiny] = {
     "framepack": Tiny(
         "HunyuanVideoFramepackTransformer3DModel",
         {**HUNYUAN, "in_channels": 4, "num_single_layers": 2, "pooled_projection_dim": 8,
-         "has_image_proj": True, "image_proj_dim": 12, "has_clean_x_embedder": True},
+         "has_image_proj": True, "image_proj_dim": 12, "has_clean_x_embedder": True,
+         "guidance_embeds": True},
         VIDEO,
     ),
     "kandinsky5": Tiny(
@@ -152,7 +153,7 @@ TINY: dict[str, Tiny] = {
         {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 12,
          "num_layers": 3, "num_cross_attention_heads": 2, "cross_attention_head_dim": 12,
          "cross_attention_dim": 24, "caption_channels": 16, "sample_size": 8,
-         "rope_max_seq_len": 32},
+         "rope_max_seq_len": 32, "guidance_embeds": True},
         VIDEO,
     ),
     "allegro": Tiny(
