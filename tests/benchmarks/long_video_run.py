@@ -98,7 +98,8 @@ class Emulated:
         for each, seconds in minus.items():
             if scaled[each] is not None:
                 pairs = zip(scaled[each], seconds, strict=True)
-                scaled[each] = tuple(max(1e-6, t - self.scale.time * s) for t, s in pairs)
+                least = 0.0 if each == "recompute_s" else 1e-6
+                scaled[each] = tuple(max(least, t - self.scale.time * s) for t, s in pairs)
         parameters = outcome.stages.trained
         trained = tuple(self.scale.elements(2 * each, config.replicas) for each in parameters)
         divisor = self.scale.divisor * config.context
