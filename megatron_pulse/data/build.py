@@ -499,6 +499,10 @@ def _open(
     elif kind in IMAGES and path:
         if image_size is None:
             raise DataError(spec, ["images need a size"], "Give --image-size or --resolution.")
+        if kind == "videos" and channels not in (1, 3):
+            sizes = _size(wanted[0].shape) if wanted else f"{channels} channels"
+            fault = f"the backbone takes {sizes}, and films have 1 or 3 channels, then frames"
+            raise DataError(spec, [fault], "Encode them: 'pulse data write-latents --vae DIR'.")
         if kind in ARCHIVES:
             asked = {
                 "control pictures": CONDITIONING in fields,

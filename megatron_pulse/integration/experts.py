@@ -59,8 +59,15 @@ def _faults(
     if high.backbone.batch_fields != low.backbone.batch_fields:
         read = ", ".join(sorted(high.backbone.batch_fields)), ", ".join(low.backbone.batch_fields)
         faults.append(f"they read {read[0]} and {read[1]}, or of other shapes")
+    ranges = [(each.process.min_time, each.process.max_time) for each in (low, high)]
     if not 0 < boundary < 1:
         faults.append("no boundary between them is known: give --boundary-ratio (Wan 2.2: 0.875)")
+    elif ranges[1][1] <= boundary or ranges[0][0] >= boundary:
+        faults.append(
+            f"times from {boundary:g} on are for an expert trained from {ranges[1][0]:g} to "
+            f"{ranges[1][1]:g}, others for one trained from {ranges[0][0]:g} to {ranges[0][1]:g}: "
+            "exchange --load and --low-noise"
+        )
     elif is_of_training and low.process.max_time != boundary:
         faults.append(
             f"they were trained at times from {boundary:g} on and below "

@@ -191,6 +191,8 @@ def _lumina2(config: Config, size: Sizes) -> Declared:
 def _z_image(config: Config, size: Sizes) -> Declared:
     if config.siglip_feat_dim:
         raise ValueError("siglip_feat_dim: the Omni variant's lists of pictures are unsupported")
+    if len(config.all_patch_size) > 1:
+        raise ValueError("all_patch_size: several patch sizes in one model are unsupported")
     inputs = (
         _image(config.in_channels, size, "x"),
         _times("t"),

@@ -204,6 +204,12 @@ def _wan(config: Config, size: Sizes) -> Declared:
         return declared
     if len(declared.inputs) > 3:
         raise ValueError("known_frames: this config takes known frames as channels")
+    patch = config.patch_size[0]
+    if not 0 < size.known_frames < size.frames or size.known_frames % patch:
+        raise ValueError(
+            f"known_frames = {size.known_frames}: give a multiple of {patch} less than frames = "
+            f"{size.frames}"
+        )
     image = Input(IMAGE_LATENT, (config.in_channels, size.frames, size.height, size.width))
     return replace(
         declared, inputs=(*declared.inputs, image), around=with_given_frames(size.known_frames)

@@ -101,6 +101,9 @@ def _hunyuan_image(config: Config, size: Sizes) -> Declared:
 
 def _framepack(config: Config, size: Sizes) -> Declared:
     """Framepack: frames behind a first one and 19 earlier ones, in the order of its F1 sampling."""
+    needed = ("has_image_proj", "has_clean_x_embedder")
+    if missing := [name for name in needed if not getattr(config, name)]:
+        raise ValueError(f"{' and '.join(missing)}: set to True, as in published weights")
     sides = (size.height, size.width)
     counts = {"latents_clean": 2, "latents_history_2x": 2, "latents_history_4x": 16}
     inputs: list[Input | SameInput] = [

@@ -29,12 +29,7 @@ from megatron_pulse.planner.tune.fsdp.baseline import FsdpBaseline
 from megatron_pulse.profile.profile import Profile
 from tests.benchmarks.cell import Result, require_network, run_cell
 from tests.benchmarks.contestant import Contestant, Engine
-from tests.benchmarks.emulation import (
-    FULL_RATE_BYTES_PER_S,
-    PAYLOAD_SHARE,
-    element_count,
-    shrink,
-)
+from tests.benchmarks.emulation import PAYLOAD_SHARE, element_count, shrink
 from tests.benchmarks.long_video import MODELS, backbone_of, profile_of
 from tests.benchmarks.report import Flags, Report, count, positives, some_of
 from tests.benchmarks.setups import USABLE, decide
@@ -42,11 +37,11 @@ from tests.benchmarks.token_sharing import TokenSharing
 
 RANKS = 4
 
-STEP_S = 6.0
-"""What a step of the fastest contestant becomes."""
+STEP_S = 12.0
+"""What a step of the fastest contestant becomes. Exchanges must exceed a link's bucket."""
 
-FULL_RATE_GBS = 10.0
-"""Rate of a real link that becomes ``FULL_RATE_BYTES_PER_S``."""
+FULL_RATE_GBS, FULL_RATE_BYTES_PER_S = 10.0, 80e6
+"""Rate of a real link and what it becomes: more than in ``emulation``, for the same reason."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def namespaces(
     The rate holds for what a node sends and, apart from that, for what it receives; ranks on one
     node share it and reach each other without. ``per_node`` gives every node a rate of its own.
     With ``short_queues`` a connection has few frames under way, so that short messages beside long
-    ones do not wait behind them; long ones are some percent slower.
+    ones do not wait behind them, and links have smaller buckets; long ones are some percent slower.
     Rates are on the wire: some 99 % of them are payload. Raises RuntimeError if the kernel refuses.
     """
     rates = list(per_node) if per_node is not None else [rate_mbit] * count
@@ -101,20 +101,21 @@ def namespaces(
             _ip("-n", own, "link", "set", INTERFACE, "mtu", str(MTU), "up")
             if short_queues:
                 _bound_send_buffers(own)
-            _limit(own, INTERFACE, rate)
-            _limit(hub, port, rate)
+            bucket_s = 2.5e-4 if short_queues else 1e-3
+            _limit(own, INTERFACE, rate, bucket_s)
+            _limit(hub, port, rate, bucket_s)
         yield nodes
     finally:
         for name in made:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=30)
 
 
-def _limit(namespace: str, interface: str, rate_mbit: float) -> None:
-    """A token bucket of 1 ms at the rate, and at least two frames; what queues is not dropped.
+def _limit(namespace: str, interface: str, rate_mbit: float, bucket_s: float) -> None:
+    """A token bucket of so long at the rate, and at least two frames; what queues is not dropped.
 
     The kernel divides larger segments. With a larger bucket short messages would pass at once.
     """
-    burst = max(int(rate_mbit * 1e6 / 8 * 0.001), 2 * (MTU + 14))
+    burst = max(int(rate_mbit * 1e6 / 8 * bucket_s), 2 * (MTU + 14))
     where = ["-n", namespace, "qdisc", "add", "dev", interface]
     bucket = ["tbf", "rate", f"{round(rate_mbit * 1e6)}bit", "burst", str(burst), "limit", "64mb"]
     _run("tc", *where, "root", *bucket)

@@ -128,6 +128,12 @@ def test_write_latents_keeps_captions(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "context: 5x6 float32" in capsys.readouterr().out
     assert main(argv) == 0
     assert "already complete" in capsys.readouterr().out
+    before = (folder / "context-00000.npy").read_bytes()
+    for damage in (b"", before[:-1] + bytes([before[-1] ^ 1])):
+        (folder / "context-00000.npy").write_bytes(damage)
+        assert main(argv) == 0
+        assert "shards 0 are damaged; encoded anew" in capsys.readouterr().out
+        assert (folder / "context-00000.npy").read_bytes() == before
     sharded = [*argv[:-1], str(tmp_path / "sharded"), "--shard-size", "4"]
     assert main(sharded) == 0
     picture = tmp_path / "captions" / "6.png"

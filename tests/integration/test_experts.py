@@ -79,5 +79,9 @@ def test_samples_are_those_of_wan_2_2(tmp_path: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     assert main([*words, "--boundary-ratio", "1", *again]) == 2
     assert "give --boundary-ratio (Wan 2.2: 0.875)" in capsys.readouterr().err
+    swapped = [word.replace("high", "?").replace("low/", "high/") for word in words]
+    swapped = [word.replace("?/", "low/") for word in swapped]
+    assert main([*swapped, "--boundary-ratio", "0.875", *again]) == 2
+    assert "exchange --load and --low-noise" in capsys.readouterr().err
     assert main([*load, "--boundary-ratio", "0.5", *again]) == 2
     assert "--boundary-ratio is for --low-noise" in capsys.readouterr().err

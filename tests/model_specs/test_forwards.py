@@ -243,6 +243,28 @@ def test_declared_class_equals_its_own_call(name: str) -> None:
         assert float((got - grad).abs().max()) < bound, parameter
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("WanTransformer3DModel", {"frames": 3, "known_frames": 3}, "less than frames = 3"),
+        (
+            "WanTransformer3DModel",
+            {"frames": 4, "known_frames": 1, "patch_size": "2,2,2"},
+            "give a multiple of 2",
+        ),
+        ("HunyuanVideoFramepackTransformer3DModel", {}, "has_image_proj and has_clean_x_embedder"),
+        (
+            "ZImageTransformer2DModel",
+            {"all_patch_size": "2,4", "all_f_patch_size": "1,1"},
+            "several patch sizes",
+        ),
+    ],
+)
+def test_declared_class_refuses_settings(kind: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        load_backbone(f"diffusers:{kind}", options)
+
+
 def test_positions_are_those_of_pipelines() -> None:
     from diffusers.pipelines.longcat_image.pipeline_longcat_image import prepare_pos_ids
 

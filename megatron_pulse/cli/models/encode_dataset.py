@@ -255,6 +255,7 @@ def _write_store(
         nulls, count = dataset.null_conditioning(), len(dataset)
         writer = LatentWriter(output, layout, nulls, count, dataset.text_parts)
         _encode_edited_anew(writer, dataset, place)
+        _encode_damaged_anew(writer, place)
         there = writer.count()
         if writer.complete:
             print(f"{output} is already complete: {there} samples")
@@ -349,6 +350,17 @@ def _encode_edited_anew(writer: LatentWriter, dataset: DiffusionDataset, place: 
         raise UserError(f"{told}. Give the command on one rank once, which encodes them anew.")
     print(f"{told}; shards encoded anew: {', '.join(map(str, sorted(changed)))}")
     writer.forget(changed)
+
+
+def _encode_damaged_anew(writer: LatentWriter, place: RankOfJob) -> None:
+    """Let damaged shards of a complete folder be written anew."""
+    if not writer.complete or not (damaged := writer.damaged()):
+        return
+    told = f"{writer.root}: shards {', '.join(map(str, damaged))} are damaged"
+    if place.num_ranks > 1:
+        raise UserError(f"{told}. Give the command on one rank once, which encodes them anew.")
+    print(f"{told}; encoded anew")
+    writer.forget(damaged)
 
 
 def _write(

@@ -107,6 +107,20 @@ class LatentWriter:
             found |= {number: others} if others else {}
         return found
 
+    def damaged(self) -> list[int]:
+        """Numbers of shards with a file that is missing or differs from what was written."""
+
+        def intact(file: ShardFile) -> bool:
+            path = self.root / file.name
+            same = path.is_file() and path.stat().st_size == file.num_bytes
+            return same and sha256_of(path) == file.sha256
+
+        return [
+            number
+            for number, shard in self._meta.numbered.items()
+            if not all(map(intact, filter(None, (*shard.files.values(), shard.hashes))))
+        ]
+
     def forget(self, numbers: Collection[int]) -> None:
         """Mark these shards for rewriting; no other writer may be active."""
         self._meta = self._meta.without(self.root, numbers)
