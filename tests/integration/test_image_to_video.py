@@ -53,7 +53,7 @@ def test_a_pipeline_trains_as_one_process(num_ranks: int, flags: list[str], tmp_
 
 def test_a_picture_is_continued_to_a_film(flags: list[str], tmp_path: Path) -> None:
     """By the fields that write-latents makes, which are those of the pipeline."""
-    from megatron_pulse.cli.models.control_image import continued
+    from megatron_pulse.cli.models.input_images import continued
     from megatron_pulse.data.images.inpainting import one_picture
     from megatron_pulse.encoders.autoencoder import Autoencoder
     from megatron_pulse.encoders.first_frame import first_frame_fields

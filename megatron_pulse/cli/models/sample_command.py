@@ -26,13 +26,6 @@ from megatron_pulse.cli.flag_checks import (
     warn,
 )
 from megatron_pulse.cli.import_megatron import prepare_megatron
-from megatron_pulse.cli.models.control_image import (
-    ClipSettings,
-    continued,
-    controlled,
-    inpainted,
-    referenced,
-)
 from megatron_pulse.cli.models.encoder_flags import (
     add_encoder_flags,
     add_vae_tiling,
@@ -40,6 +33,13 @@ from megatron_pulse.cli.models.encoder_flags import (
     encoder_faults,
     open_encoders,
     take_encoders_of,
+)
+from megatron_pulse.cli.models.input_images import (
+    ClipSettings,
+    continued,
+    controlled,
+    inpainted,
+    referenced,
 )
 from megatron_pulse.cli.models.sample_output import (
     Output,
