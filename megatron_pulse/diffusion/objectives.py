@@ -468,15 +468,11 @@ def predicted_mean(prediction: Tensor, num_channels: int) -> Tensor:
 
 
 def _edm_shares(timesteps: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """EDM's c_in and c_in sigma at float32 ``timesteps [b]``, shaped for samples ``like``.
-
-    Scalar functions on purpose, as in ``timestep``.
-    """
-    sigmas = [math.exp(4 * t) for t in timesteps.tolist()]
-    signal = torch.tensor([1 / math.hypot(1, sigma) for sigma in sigmas], dtype=torch.float64)
-    noise = signal * torch.tensor(sigmas, dtype=torch.float64)
+    """EDM's c_in and c_in sigma at float32 ``timesteps [b]``, shaped for samples ``like``."""
+    sigma = (4 * timesteps.double()).exp()
+    signal = 1 / (1 + sigma.square()).sqrt()
     sides = (-1, *[1] * (like.dim() - 1))
-    return signal.view(sides).to(like), noise.view(sides).to(like)
+    return signal.view(sides).to(like), (signal * sigma).view(sides).to(like)
 
 
 @lru_cache(maxsize=8)

@@ -34,6 +34,7 @@ SCHEDULERS = {
     "pixart": "pixart",
     "sd3": "sd3",
     "flux": "flux-dev",
+    "suv": "sd3",
 }
 
 
@@ -110,7 +111,7 @@ def test_through_import_training_sampling_and_export(
     )
     assert latents.isfinite().all()
 
-    suffix = ".pth" if name == "uvit" else ""
+    suffix = ".pth" if name in ("uvit", "suv") else ""
     exported = tmp_path / f"exported{suffix}"
     pulse(capsys, "export", "--load", trained, "--to", exported)
     again = tmp_path / "again"

@@ -126,9 +126,9 @@ def test_classes_are_called_as_they_want(name: str) -> None:
         latents = inputs["hidden_states"] = torch.randn_like(inputs["hidden_states"])
         called = {}
 
-        def forward(hidden_states: torch.Tensor, return_dict: bool, **others: Any) -> Any:
+        def forward(hidden_states: torch.Tensor, return_dict: bool = True, **others: Any) -> Any:
             called.update(others, hidden_states=hidden_states)
-            return (hidden_states,)
+            return hidden_states if return_dict else (hidden_states,)
 
         called_by = declared.around(SimpleNamespace(forward=forward))
         assert torch.equal(called_by(**inputs), latents)

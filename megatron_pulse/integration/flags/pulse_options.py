@@ -315,7 +315,7 @@ class PulseOptions:
         marks=[FlagMark.PLAN],
     )
     link_us: float = flag(
-        "link latency of a message between pipeline devices (default 5)",
+        "link latency between pipeline devices (default 5)",
         5.0,
         metavar="US",
         within=FROM_ZERO,

@@ -125,7 +125,7 @@ class SampleChoice:
         "AutoencoderKL folder that decodes latents (default: vae/ of the encoders)",
         metavar="DIR|hf:ID",
     )
-    sample_vae_tiling: bool = flag("decode large pictures in tiles, for less memory", False)
+    sample_vae_tiling: bool = flag("decode in tiles", False)
     sample_raw: bool = flag("draw with the trained weights instead of their EMA", False)
     sample_folder: str | None = flag(
         "folder of the pictures (default: samples/ in --save)", metavar="DIR"
