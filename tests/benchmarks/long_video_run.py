@@ -274,13 +274,13 @@ def row(name: str, profile: Profile, where: Cluster, samples: int, args: Any) ->
 def main() -> None:
     """Measure and print."""
     flags = Flags(__doc__)
-    flags.add("--models", list(MODELS), "with commas between", type=some_of(MODELS))
-    flags.add("--memory-gb", [24.0, 48.0], "of a device, with commas between", type=positives)
+    flags.add("--models", ["wan-14b-81f-480p"], "with commas between", type=some_of(MODELS))
+    flags.add("--memory-gb", [48.0], "of a device, with commas between", type=positives)
     flags.add("--rates", [10.0, 2.5], "GB/s, with commas between", type=positives)
     flags.add("--samples", 8, "of a step", type=count)
-    flags.add("--repetitions", 3, "of each contestant", type=count)
+    flags.add("--repetitions", 1, "of each contestant", type=count)
     flags.add("--profiles", None, "folder that keeps costs", type=Path)
-    flags.add("--decision-seconds", 10.0, "of processor time for each plan")
+    flags.add("--decision-seconds", 6.0, "of processor time for each plan")
     args = flags.parse_args()
     require_network()
     report = Report(args.json)
