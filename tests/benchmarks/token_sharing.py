@@ -1,4 +1,4 @@
-"""Exchanges of context-parallel ranks in an emulated step: real all-to-alls of smaller tensors."""
+"""Exchanges of context-parallel ranks in an emulated step: real messages of smaller tensors."""
 
 from __future__ import annotations
 
@@ -63,9 +63,21 @@ class SharingGroups:
         return [self._all_to_all(count) for count in elements if count]
 
     def _all_to_all(self, elements: int) -> Callable[[], None]:
-        sent = torch.zeros(elements)
-        taken = torch.empty_like(sent)
-        return lambda: dist.all_to_all_single(taken, sent, group=self.tokens)
+        """Sends and receives of all ranks at once, as NCCL's; gloo's own takes up to twice as
+        long."""
+        size, own = self.sharing.size, dist.get_rank(self.tokens)
+        sent = torch.zeros(elements).chunk(size)
+        taken = [torch.empty_like(part) for part in sent]
+        ranks = dist.get_process_group_ranks(self.tokens)
+        others = [i for i in range(size) if i != own]
+
+        def exchange() -> None:
+            works = [dist.irecv(taken[i], ranks[i], self.tokens) for i in others]
+            works += [dist.isend(sent[i], ranks[i], self.tokens) for i in others]
+            for work in works:
+                work.wait()
+
+        return exchange
 
     def sum_gradients(self, stages: Sequence[int]) -> None:
         """Sum the gradients of these stages over replicas."""
