@@ -100,7 +100,7 @@ QWEN_IMAGE = TextRecipe(
     templates={1: PromptTemplate("QwenImagePipeline", crop=34)},
     never_beside=frozenset({REFERENCE_IMAGE}),
 )
-"""Of Qwen-Image; Qwen-Image-Edit's text encoder sees the reference picture, too."""
+"""Recipe of Qwen-Image. Qwen-Image-Edit's text encoder sees the reference picture, too."""
 
 
 def _flux2(kind: ComponentKind, pipeline: str, layers: tuple[int, ...]) -> TextRecipe:

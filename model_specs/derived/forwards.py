@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +60,17 @@ def scaled_guidance(factor: float) -> Around:
 
 def _only(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
+
+
+def _latents(tokens: Any, patch: Sequence[int], sides: Sequence[int]) -> Any:
+    """Latents [b, c, *sides] of tokens [b, places, c * patch], whose grid has ``sides`` places."""
+    axes = len(sides)
+    x = tokens.unflatten(2, (-1, *patch)).unflatten(1, sides)
+    pairs = [axis for i in range(axes) for axis in (1 + i, 2 + axes + i)]
+    x = x.permute(0, 1 + axes, *pairs)
+    for axis in range(axes):
+        x = x.flatten(2 + axis, 3 + axis)
+    return x
 
 
 def _grid(*sides: int, device: Any) -> Any:
@@ -319,8 +330,7 @@ def hunyuan_video15_forward(module: Any) -> Forward:
         for block in module.transformer_blocks:
             hidden_states, states = block(hidden_states, states, temb, mask, rotary)
         predicted = module.proj_out(module.norm_out(hidden_states, temb))
-        predicted = predicted.unflatten(2, (-1, *patch)).unflatten(1, sides)
-        return predicted.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6).flatten(4, 5).flatten(2, 3)
+        return _latents(predicted, patch, sides)
 
     return forward
 
@@ -366,8 +376,7 @@ def _hunyuan_image(
             hidden_states, states, temb, attention_mask=mask, image_rotary_emb=rotary
         )
     predicted = module.proj_out(module.norm_out(hidden_states, temb))
-    predicted = predicted.unflatten(2, (-1, *patch)).unflatten(1, sides)
-    return predicted.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+    return _latents(predicted, patch, sides)
 
 
 def framepack_forward(module: Any) -> Forward:
@@ -419,8 +428,7 @@ def framepack_forward(module: Any) -> Forward:
             tokens, states = block(tokens, states, temb, mask, tables)
         tokens = tokens[:, -own_tokens.shape[1] :]
         predicted = module.proj_out(module.norm_out(tokens, temb))
-        predicted = predicted.unflatten(2, (-1, *patch)).unflatten(1, sides)
-        return predicted.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6).flatten(4, 5).flatten(2, 3)
+        return _latents(predicted, patch, sides)
 
     return forward
 

@@ -38,7 +38,7 @@ from tests.benchmarks.token_sharing import TokenSharing
 RANKS = 4
 
 STEP_S = 12.0
-"""What a step of the fastest contestant becomes. Exchanges must exceed a link's bucket."""
+"""Emulated step of the fastest contestant. Exchanges must exceed a link's bucket."""
 
 FULL_RATE_GBS, FULL_RATE_BYTES_PER_S = 10.0, 80e6
 """Rate of a real link and what it becomes: more than in ``emulation``, for the same reason."""

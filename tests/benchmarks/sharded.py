@@ -84,12 +84,8 @@ class _Device:
                 if ahead.gathers:
                     self._gather(ahead.unit)
             asked = at + 1 + self.way.prefetch
-            clock = self._ready(op.unit, clock)
             exchanges = self.exchanges.get((op.unit, op.forward), ())
-            if exchanges:
-                clock = sleep_between(clock, op.seconds(self.way), exchanges)
-            else:
-                clock += op.seconds(self.way)
+            clock = sleep_between(self._ready(op.unit, clock), op.seconds(self.way), exchanges)
             if not op.forward:
                 made = torch.zeros(gradient_elements(self.way, op.unit))
                 if op.unit in self.gradients:

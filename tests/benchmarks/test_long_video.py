@@ -33,7 +33,7 @@ def test_all_that_fit_are_beside_each_other() -> None:
 
 
 def test_emulated_exchanges_have_the_predicted_bytes_and_seconds() -> None:
-    """What is sent for tokens is no longer a part of what an emulated operation sleeps."""
+    """An emulated operation does not sleep for the exchanges that it makes."""
     chain = profile(random.Random(0), 6, 0, saved_mb=9_000.0, even=True)
     layer = LayerContextCosts(ALL, ALL, ALL, 2_000_000, 8_000_000, 1)
     chain = replace(chain, context=ContextCosts((8,), (layer,) * 6))

@@ -52,7 +52,7 @@ EDM = chosen_process(ProcessChoice(objective="edm"))
 
 
 def test_edm_s_loss_is_that_of_svd_s_trainers():
-    """Of the denoised sample, weighted, in fp64; the network is any function of its inputs."""
+    """Weighted error of the denoised sample in fp64; the network is any function."""
     times = torch.tensor([EDM.timestep(u) for u in (0.001, 0.2, 0.5, 0.8, 0.999)])
 
     def network(x, time):

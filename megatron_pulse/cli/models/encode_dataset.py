@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -346,21 +346,26 @@ def _encode_edited_anew(writer: LatentWriter, dataset: DiffusionDataset, place: 
     named = ", ".join(dataset.describe(index) for index in samples[:_NAMED])
     told = f"{len(samples)} of the pictures were edited since they were encoded ({named}"
     told += ", ...)" if len(samples) > _NAMED else ")"
-    if place.num_ranks > 1:
-        raise UserError(f"{told}. Give the command on one rank once, which encodes them anew.")
-    print(f"{told}; shards encoded anew: {', '.join(map(str, sorted(changed)))}")
-    writer.forget(changed)
+    numbers = ", ".join(map(str, sorted(changed)))
+    _forget(writer, changed, told, f"shards encoded anew: {numbers}", place)
 
 
 def _encode_damaged_anew(writer: LatentWriter, place: RankOfJob) -> None:
     """Let damaged shards of a complete folder be written anew."""
-    if not writer.complete or not (damaged := writer.damaged()):
+    if not writer.complete or not (damaged := writer.damaged(place.rank, place.num_ranks)):
         return
     told = f"{writer.root}: shards {', '.join(map(str, damaged))} are damaged"
+    _forget(writer, damaged, told, "encoded anew", place)
+
+
+def _forget(
+    writer: LatentWriter, numbers: Collection[int], why: str, done: str, place: RankOfJob
+) -> None:
+    """Let shards be written anew, by one rank alone."""
     if place.num_ranks > 1:
-        raise UserError(f"{told}. Give the command on one rank once, which encodes them anew.")
-    print(f"{told}; encoded anew")
-    writer.forget(damaged)
+        raise UserError(f"{why}. Give the command on one rank once, which encodes them anew.")
+    print(f"{why}; {done}")
+    writer.forget(numbers)
 
 
 def _write(

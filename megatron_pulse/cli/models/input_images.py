@@ -106,7 +106,7 @@ def _pixels(shape: tuple[int, ...], autoencoder: Autoencoder | None) -> tuple[in
 
 @dataclass(frozen=True)
 class ClipSettings:
-    """What SVD reads of a clip beside its first frame, as in StableVideoDiffusionPipeline.
+    """Values that SVD reads beside a clip's first frame, as in StableVideoDiffusionPipeline.
 
     ``noise`` is the strength of the noise on the first frame. It is drawn from ``seed``, as the
     pipeline's generator draws it if ``as_diffusers``.
@@ -183,13 +183,16 @@ def continued(
         encoder = image_encoder()
         noises = given.noises(len(files), (channels, height * factor, width * factor))
 
-    def begun(number: int) -> dict[str, Tensor]:
+    def begun(frame: tuple[Path, int | None]) -> dict[str, Tensor]:
+        file, number = frame
         clip = torch.zeros(channels, count, height * factor, width * factor)
-        clip[:, 0] = one_picture(files[number], channels, (height * factor, width * factor))
+        clip[:, 0] = one_picture(file, channels, (height * factor, width * factor))
         noise = None if noises is None else noises[number]
         return first_frame_fields(shapes, clip, vae, encoder, noise)
 
-    fields = _fields_of(range(len(files)), each, begun)
+    # Rows of one picture share its fields, unless each has noise of its own.
+    frames = [(file, None if noises is None else i) for i, file in enumerate(files)]
+    fields = _fields_of(frames, each, begun)
     if (spec := backbone.batch_fields.get(TIME_IDS)) is not None:
         framing = Framing((1, 1), (0, 0), (1, 1), given.fps, given.motion_bucket)
         ids = default_value(TIME_IDS, FieldSpec(spec.shape, spec.dtype), framing)

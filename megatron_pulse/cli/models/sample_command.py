@@ -542,8 +542,8 @@ def _check(args: argparse.Namespace) -> list[str]:
 def _asked(
     args: argparse.Namespace, model: TrainedModel, drawing: SampleDecoder
 ) -> tuple[str, list[Any], Callable[[TrainedModel, list[Any]], Request], tuple[int, ...]]:
-    """What the rows of the picture are, as the report calls it; each row's; how to ask for some;
-    the shape of the noise on first frames."""
+    """Kind of the picture's rows, as the report calls it; the rows; a request for some of them; the
+    shape of the noise on first frames."""
     from megatron_pulse.integration import sampling
 
     if args.from_data is not None:
@@ -592,7 +592,7 @@ def _asked(
 
 
 def _image_encoder(args: argparse.Namespace) -> Callable[[], ImageEncoder] | None:
-    """How to open the vision encoder of ``--encoders``."""
+    """Opener of the vision encoder of ``--encoders``."""
     if args.encoders is None:
         return None
     import torch

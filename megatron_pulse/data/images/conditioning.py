@@ -44,7 +44,7 @@ class ControlPictures(ImageFiles):
     what = "control picture"
     """Name of one in messages."""
     suffix = CONDITIONING
-    """Of the folder with those of a folder's pictures."""
+    """Suffix of the folder with those of a folder's pictures."""
 
     def __init__(
         self,

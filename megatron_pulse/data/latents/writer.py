@@ -107,8 +107,11 @@ class LatentWriter:
             found |= {number: others} if others else {}
         return found
 
-    def damaged(self) -> list[int]:
-        """Numbers of shards with a file that is missing or differs from what was written."""
+    def damaged(self, rank: int = 0, num_ranks: int = 1) -> list[int]:
+        """Numbers of shards with a file that is missing or differs from what was written.
+
+        Only shards of the share of ``rank`` are checked.
+        """
 
         def intact(file: ShardFile) -> bool:
             path = self.root / file.name
@@ -118,7 +121,8 @@ class LatentWriter:
         return [
             number
             for number, shard in self._meta.numbered.items()
-            if not all(map(intact, filter(None, (*shard.files.values(), shard.hashes))))
+            if number % num_ranks == rank
+            and not all(map(intact, filter(None, (*shard.files.values(), shard.hashes))))
         ]
 
     def forget(self, numbers: Collection[int]) -> None:
