@@ -146,8 +146,7 @@ class Autoencoder:
             return image_pieces(self.model)
 
         def encode(states: States) -> States:
-            moments = self.model.encode(states[PIXELS].unsqueeze(2)).latent_dist.parameters
-            return {MOMENTS: moments.squeeze(2)}
+            return {MOMENTS: self._encoded(states[PIXELS])}
 
         return (EncoderPiece("encoder", encode, (self.model.encoder, self.model.quant_conv)),)
 
@@ -221,16 +220,22 @@ class Autoencoder:
         """Moments of one picture or video."""
         pixels = image.to(self.device, self.dtype)
         if not self.pieces:
-            moments: Tensor = self.model.encode(pixels).latent_dist.parameters
-            return moments
+            return self._encoded(pixels)
         if pixels.dim() == 5:  # frame by frame
             frames = [self._moments(frame) for frame in pixels[0].transpose(0, 1).split(1)]
             return torch.cat(frames).transpose(0, 1)[None]
         if self.tiled:
-            pixels = pixels.unsqueeze(2) if self._is_frame else pixels
-            moments = self.model.encode(pixels).latent_dist.parameters
-            return moments.squeeze(2) if self._is_frame else moments
+            return self._encoded(pixels)
         return run_pieces(self.pieces, {PIXELS: pixels})[MOMENTS]
+
+    def _encoded(self, pixels: Tensor) -> Tensor:
+        """Moments by the class's own call."""
+        moments: Tensor
+        if self._is_frame:
+            moments = self.model.encode(pixels.unsqueeze(2)).latent_dist.parameters.squeeze(2)
+        else:
+            moments = self.model.encode(pixels).latent_dist.parameters
+        return moments
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
