@@ -102,7 +102,7 @@ class AdapterChoice:
     )
     adapter_targets: tuple[str, ...] = flag(
         "layers that the adapter changes, by the ends of their names in diffusers or by patterns: "
-        "to_q, attn.to_*, blocks.0.* (repeatable; default: the projections of attention)",
+        "to_q, attn.to_*, blocks.0.* (repeatable; default: those of attention)",
         (),
         name="adapter_target",
         metavar="NAME",

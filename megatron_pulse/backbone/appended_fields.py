@@ -28,6 +28,8 @@ IMAGE_EMBEDDING = "image_embedding"
 """Field of SVD beside these: the first frame as CLIP's vision encoder embeds it, ``[1, width]``."""
 TIME_IDS = "added_time_ids"
 """Field of SVD beside these: frames a second - 1, motion bucket, strength of the frame's noise."""
+FRAME_NOISE = "frame_noise"
+"""Field of data for SVD's encoders in the loop: noise on the first frame, ``[c, h, w]``."""
 INPAINTING = (INPAINT_MASK, MASKED_IMAGE)
 """Fields of an inpainting model, in the order of Stable Diffusion's."""
 APPENDED = frozenset({*INPAINTING, KNOWN_MASK, KNOWN_VIDEO, IMAGE_LATENT, REFERENCE_IMAGE})

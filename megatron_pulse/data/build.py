@@ -12,7 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_pulse.backbone.appended_fields import INPAINTING, REFERENCE_IMAGE
+from megatron_pulse.backbone.appended_fields import (
+    FRAME_NOISE,
+    INPAINTING,
+    REFERENCE_IMAGE,
+    TIME_IDS,
+)
 from megatron_pulse.data.augmentation import Augmentation
 from megatron_pulse.data.buckets import Buckets
 from megatron_pulse.data.data_record import read_provenance
@@ -48,6 +53,7 @@ from megatron_pulse.data.picture_choice import RANDOM
 from megatron_pulse.data.shared_class_labels import labelled_by_name, unnamed_beside_named
 from megatron_pulse.data.split_groups import same_files, uncompared, units_of
 from megatron_pulse.data.stored_file import StoredFile
+from megatron_pulse.data.videos.first_frames import FrameNoised
 from megatron_pulse.errors import Faults, collecting, format_faults, naming
 
 OPTIONS = {
@@ -303,7 +309,7 @@ def _by_shape(
     shapes = [np.array([half.shape_index(i) for i in range(len(half))]) for half in halves]
     for number, shape in enumerate(sorted({*shapes[0].tolist(), *shapes[1].tolist()})):
         one = wanted[shape]
-        pictures = (CONDITIONING, REFERENCE_IMAGE, *INPAINTING)
+        pictures = (CONDITIONING, FRAME_NOISE, REFERENCE_IMAGE, *INPAINTING)
         fields = {name: spec for name, spec in one.fields.items() if name in pictures}
         first, second = (
             OfShape(half, np.flatnonzero(own == shape), shape, one.shape, fields)
@@ -511,7 +517,8 @@ def _open(
                 "masks (--pulse-inpaint-masks)": inpaint.place != RANDOM,
             }
             _require_no_companions(spec, asked)
-        listed = (opened or OpenedImages()).listed(kind, path, column, default_caption)
+        opened = opened or OpenedImages()
+        listed = opened.listed(kind, path, column, default_caption)
         files = listed.resized(image_size, channels, fields)
         if verify:
             files.verify()
@@ -519,6 +526,8 @@ def _open(
         source = files
         if CONDITIONING in fields:
             source = Conditioned(files, [one.fields[CONDITIONING] for one in wanted], verify)
+        if FRAME_NOISE in fields:
+            source = FrameNoised(source, fields[TIME_IDS], opened.clips.frame_noise)
         if REFERENCE_IMAGE in fields:
             source = Referenced(source, files, verify)
         if masks is not None:

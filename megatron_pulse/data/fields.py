@@ -36,6 +36,7 @@ from torch import Tensor
 
 from megatron_pulse.backbone.appended_fields import (
     APPENDED,
+    FRAME_NOISE,
     IMAGE_EMBEDDING,
     IMAGE_LATENT,
     TIME_IDS,
@@ -64,7 +65,8 @@ OF_FRAMING = SIZES | {TIME_IDS}
 APART = (IMAGE_EMBEDDING, IMAGE_LATENT)
 """Fields of SVD's first frame: each probability of dropping is of the one, the other, and both."""
 KEPT = frozenset(
-    {"guidance", CONDITIONING, FRAMING, PATCH_CORNER, *OF_FRAMING} | APPENDED - {IMAGE_LATENT}
+    {"guidance", CONDITIONING, FRAMING, PATCH_CORNER, FRAME_NOISE, *OF_FRAMING}
+    | APPENDED - {IMAGE_LATENT}
 )
 """Fields that a dropped sample keeps."""
 
@@ -93,13 +95,13 @@ def unencoded(
     wanted: WantedFields,
     tokenize: Tokenizes | None = None,
     text_fields: Collection[str] = (),
-    pixels: tuple[int, int] | None = None,
+    pixels: tuple[int, ...] | None = None,
 ) -> WantedFields:
     """Inputs of a training step that encodes samples itself, for a backbone's ``wanted`` inputs.
 
-    With ``tokenize``, token ids and masks replace the ``text_fields``. ``pixels`` are the
-    autoencoder's (channels, factor); images are larger than latents by the factor in height and
-    width.
+    With ``tokenize``, token ids and masks replace the ``text_fields``. ``pixels`` is the shape of
+    images that are encoded. The noise on SVD's first frame then replaces the fields that encoders
+    make of this frame (``APART``).
     """
     if tokenize is not None:
         kept = {name: spec for name, spec in wanted.fields.items() if name not in text_fields}
@@ -108,10 +110,11 @@ def unencoded(
         made_by |= tokenize.made_by()
         wanted = replace(wanted, fields=kept | tokens, tokenize=tokenize, made_by=made_by)
     if pixels is not None:
-        channels, factor = pixels
-        _, height, width = wanted.shape
-        shape = (channels, height * factor, width * factor)
-        wanted = replace(wanted, shape=shape, latent_shape=wanted.shape)
+        wanted = replace(wanted, shape=pixels, latent_shape=wanted.shape)
+        if wanted.fields.keys() >= {*APART}:
+            fields = {name: spec for name, spec in wanted.fields.items() if name not in APART}
+            fields[FRAME_NOISE] = FieldSpec((pixels[0], *pixels[-2:]))
+            wanted = replace(wanted, fields=fields)
     return wanted
 
 

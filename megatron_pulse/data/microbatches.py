@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_pulse.backbone.appended_fields import FRAME_NOISE
 from megatron_pulse.data.augmentation import NO_AUGMENTATION, Augmentation
 from megatron_pulse.data.buckets import Buckets
 from megatron_pulse.data.dataset import DataError, DiffusionDataset, Variation
@@ -71,7 +72,8 @@ def make_microbatch(
     A ``dropped`` sample loses its label and its other conditioning together. Its values become
     ``null_label`` (None keeps labels) and those of the dataset's ``null_of``. A sample with an
     empty caption is ``dropped`` too, but keeps its label. With the fields of ``APART``, two further
-    shares of ``drop_probability`` lose one of them alone, as public trainers of SVD do.
+    shares of ``drop_probability`` lose one of them alone, as public trainers of SVD do. If the step
+    encodes these fields, ``NAME_dropped`` bool ``[b]`` marks samples that lose each.
 
     ``encoder_dropout`` has probabilities by text encoder, each drawn by itself: the encoder's parts
     of the fields (see ``text_parts``) become those of the empty caption. ``NAME_dropped`` bool
@@ -164,13 +166,16 @@ def make_microbatch(
         ]
         for row, index, names in zip(given, taken, unseen, strict=True):
             row |= _without_texts(row, part, index, names)
-        if training and part.fields.keys() >= {*APART}:
+        if part.fields.keys() >= {*APART}:
             for row, drawn in zip(given, rows, strict=True):
-                share = int(drawn.drop / drop_probability) if drop_probability else 0
-                if 1 <= share <= len(APART):
-                    name = APART[share - 1]
+                if name := _alone(training, drawn.drop, drop_probability):
                     row[name] = torch.zeros_like(row[name])
         batch.update({name: torch.stack([row[name] for row in given]) for name in part.fields})
+    if FRAME_NOISE in part.fields:
+        alone = [_alone(training, row.drop, drop_probability) for row in rows]
+        for name in APART:
+            lost = [drop or own == name for drop, own in zip(dropped, alone, strict=True)]
+            batch[dropped_name(name)] = torch.tensor(lost)
     found = {"timesteps": timesteps} | ({"pixels": torch.stack(images)} if reads else {})
     visited = list(zip(taken, varied, strict=True)) if needs_image else []
     deviation = _stacked([part.deviation(*one) for one in visited])
@@ -195,6 +200,12 @@ def make_microbatch(
     if "noisy" not in batch and isinstance(dataset, Buckets):
         batch["noisy"] = torch.empty((len(items), *noised), device="meta")
     return batch
+
+
+def _alone(training: bool, drop: float, probability: float) -> str:
+    """Field of ``APART`` that a sample loses alone; empty for none."""
+    share = int(drop / probability) if training and probability else 0
+    return APART[share - 1] if 1 <= share <= len(APART) else ""
 
 
 def _unseen(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -90,6 +92,17 @@ class ShapeChoice:
         return max((self.resolution or 0) // 4, 1) if small else STEP
 
 
+def _frame_noise(text: str) -> tuple[float, float]:
+    """``"0.05,0.5"`` as median and deviation; raises ArgumentTypeError."""
+    try:
+        median, deviation = map(float, text.split(","))
+    except ValueError:
+        median, deviation = math.nan, 0.0
+    if not (0 <= median < math.inf and 0 <= deviation < math.inf):
+        raise argparse.ArgumentTypeError(f"{text!r}: write median and deviation as 0.05,0.5")
+    return median, deviation
+
+
 @dataclass(frozen=True)
 class ClipChoice:
     """Frames of clips."""
@@ -104,6 +117,11 @@ class ClipChoice:
     )
     motion_bucket: float = flag(
         "motion in clips, which SVD reads (default 127)", 127.0, metavar="M", within=FROM_ZERO
+    )
+    frame_noise: tuple[float, float] | None = flag(
+        "noise on SVD's first frames: median strength, deviation of its logarithm (0.05,0.5)",
+        metavar="S,STD",
+        read=_frame_noise,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -44,3 +44,17 @@ def run_pieces(pieces: Sequence[EncoderPiece], states: States) -> States:
     for piece in pieces:
         states = piece.run(states)
     return states
+
+
+def by_rows(piece: EncoderPiece) -> EncoderPiece:
+    """The same layer, which encodes every row of its states alone."""
+
+    def run(states: States) -> States:
+        count = len(next(iter(states.values())))
+        found = [
+            piece.run({name: value[row : row + 1] for name, value in states.items()})
+            for row in range(count)
+        ]
+        return {name: torch.cat([row[name] for row in found]) for name in found[0]}
+
+    return replace(piece, run=run)

@@ -28,6 +28,11 @@ def starts_from_frame(fields: Collection[str]) -> bool:
     return bool({KNOWN_VIDEO, IMAGE_LATENT} & set(fields))
 
 
+def for_every_frame(latents: Tensor, count: int, autoencoder: Autoencoder) -> Tensor:
+    """``image_latent`` of SVD ``[b, count, c, h, w]``, of latents ``[b, 1, c, h, w]``."""
+    return autoencoder.unscaled(latents).repeat(1, count, 1, 1, 1)
+
+
 def first_frame_fields(
     shapes: Mapping[str, tuple[int, ...]],
     clip: Tensor,
@@ -51,8 +56,8 @@ def first_frame_fields(
         found[IMAGE_EMBEDDING] = image_encoder(clip[:, 0])
     if IMAGE_LATENT in shapes and autoencoder.has_temporal_decoder:
         frame = clip[:, 0] if noise is None else clip[:, 0] + noise
-        (first,) = autoencoder.unscaled(autoencoder.encode(frame[None]))
-        found[IMAGE_LATENT] = first.repeat(shapes[IMAGE_LATENT][0], 1, 1, 1)
+        latent = autoencoder.encode(frame[None])
+        (found[IMAGE_LATENT],) = for_every_frame(latent, shapes[IMAGE_LATENT][0], autoencoder)
     elif IMAGE_LATENT in shapes:
         (first,) = autoencoder.encode(clip[None, :, :1])
         latent = found[IMAGE_LATENT] = torch.zeros(shapes[IMAGE_LATENT])

@@ -5,17 +5,24 @@ fields that the backbone reads, on the devices that read them::
 
   vae              pixels     -> moments -> noisy, target      first and last stage
   text_encoder...  token ids  -> states  -> context, pooled    stages that read them
+
+Of SVD the autoencoder also encodes the first frame with its noise, and the vision encoder the
+frame without::
+
+  vae              pixels     -> moments -> image_latent        first stage
+  image_encoder    pixels     -> state   -> image_embedding     stages that read it
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from megatron_pulse.backbone.appended_fields import FRAME_NOISE, IMAGE_EMBEDDING, IMAGE_LATENT
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.build import DataName, names_of
 from megatron_pulse.data.dataset import LATENT
@@ -28,8 +35,10 @@ from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.scheduler_import import PIPELINE_INDEX
 from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.components import autoencoder_faults, weight_faults
-from megatron_pulse.encoders.encoder_piece import States
+from megatron_pulse.encoders.encoder_piece import States, by_rows
 from megatron_pulse.encoders.finite import any_broken, not_finite
+from megatron_pulse.encoders.first_frame import first_frame_fields, for_every_frame
+from megatron_pulse.encoders.image_encoder import EMBEDDING, IMAGE_ENCODER, ImageEncoder
 from megatron_pulse.encoders.image_pieces import MOMENTS, PIXELS
 from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.text_recipe import VAE, TextRecipe, dropped_name, folder_name
@@ -55,7 +64,8 @@ class LoopEncoders:
 
     ``recipe`` describes the text fields, and ``shapes`` are their shapes. ``recipe`` is None if
     text is stored, or none is read. ``autoencodes`` says whether images become latents.
-    ``policies`` are the flags' schedules of each component: auto, fill or front. Methods raise
+    ``embeds`` says whether SVD's first frames are also embedded. ``policies`` are the flags'
+    schedules of each component: auto, fill or before-step. Methods raise
     UserError for a folder that cannot encode the backbone's fields.
     """
 
@@ -65,13 +75,15 @@ class LoopEncoders:
     autoencodes: bool
     policies: Mapping[str, str]
     dtype: torch.dtype | None
+    embeds: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """Folder names of the components."""
         places = () if self.recipe is None else self.recipe.kinds
         texts = (folder_name("text_encoder", place) for place in places)
-        return (*texts, *((VAE,) if self.autoencodes else ()))
+        pictures = {VAE: self.autoencodes, IMAGE_ENCODER: self.embeds}
+        return (*texts, *(name for name, is_used in pictures.items() if is_used))
 
     def texts(self, places: Collection[int] | None = ()) -> TextEncoders | None:
         """Text encoders, with the weights of those at ``places`` only (None: of all)."""
@@ -85,6 +97,17 @@ class LoopEncoders:
             return None
         return Autoencoder(self.folder / VAE, self.dtype or torch.float32, weighs)
 
+    def frame_fields(
+        self, shapes: Mapping[str, tuple[int, ...]]
+    ) -> Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]:
+        """Function of a clip's pixels and its first frame's noise, which gives SVD's fields."""
+        autoencoder = self.autoencoder(weighs=True)
+        assert autoencoder is not None
+        image_encoder = ImageEncoder(self.folder, self.dtype)
+        return lambda clip, noise: first_frame_fields(
+            shapes, clip, autoencoder, image_encoder, noise
+        )
+
     @property
     def encoded_by(self) -> dict[str, str]:
         """Digest of the files of each encoder and tokenizer, by folder name; reads all files."""
@@ -93,6 +116,8 @@ class LoopEncoders:
         found = {name: digest_of(self.folder / name) for name in texts}
         if (autoencoder := self.autoencoder()) is not None:
             found[VAE] = autoencoder.made_by(typed=False)
+        if self.embeds:
+            found[IMAGE_ENCODER] = digest_of(self.folder / IMAGE_ENCODER)
         return found
 
     def unencoded(self, wanted: WantedFields) -> WantedFields:
@@ -108,7 +133,7 @@ class LoopEncoders:
             wanted,
             None if texts is None else texts.tokenizers,
             self.shapes,
-            None if autoencoder is None else (autoencoder.in_channels, autoencoder.factor),
+            None if autoencoder is None else _pixel_shape(wanted.shape, autoencoder),
         )
 
     def homes(
@@ -159,6 +184,8 @@ class LoopEncoders:
 
     def _num_layers(self, name: str) -> int:
         """Number of layers of a component, found without its weights."""
+        if name == IMAGE_ENCODER:
+            return 1
         if name == VAE and (autoencoder := self.autoencoder()) is not None:
             return len(autoencoder.pieces)
         encoders = {} if (texts := self.texts()) is None else texts.encoders
@@ -170,12 +197,14 @@ class LoopEncoders:
         home = routes.partition.placement.device_of_stage
         if name == VAE:
             return tuple(sorted({home[0], home[-1]}))
-        assert self.recipe is not None
-        of_it = {
-            field
-            for field, rows in self.recipe.fields.items()
-            if any(folder_name("text_encoder", part.place) == name for row in rows for part in row)
-        }
+        of_it = {IMAGE_EMBEDDING}
+        if name != IMAGE_ENCODER:
+            assert self.recipe is not None
+            of_it = {
+                field
+                for field, rows in self.recipe.fields.items()
+                if any(folder_name("text_encoder", p.place) == name for row in rows for p in row)
+            }
         stages = range(len(home))
         return tuple(
             sorted({home[s] for s in stages if of_it & batch_fields_of(backbone, routes, s)})
@@ -213,8 +242,14 @@ def loop_encoders(options: PulseOptions, backbone: Backbone) -> LoopEncoders | N
     recipe = text_recipe(options.backbone, backbone)
     stored = _stored(options.data)
     there = [] if recipe is None else [folder_name("text_encoder", p) for p in recipe.kinds]
+    embeds = stored is None and IMAGE_EMBEDDING in backbone.batch_fields
     policies, faults = _policies(
-        options.encoder_schedule, [*there, *([VAE] if (folder / VAE).is_dir() else [])]
+        options.encoder_schedule,
+        [
+            *there,
+            *([VAE] if (folder / VAE).is_dir() else []),
+            *([IMAGE_ENCODER] if embeds else []),
+        ],
     )
     texts = recipe is not None and not (stored is not None and recipe.fields.keys() <= stored)
     autoencodes = stored is None and (folder / VAE).is_dir()
@@ -232,7 +267,7 @@ def loop_encoders(options: PulseOptions, backbone: Backbone) -> LoopEncoders | N
                 f"--pulse-encoder-schedule {name}={policies[name]}: {options.data} has its "
                 "results. Leave the flag out"
             )
-    channels = backbone.sample_spec.shape[0]
+    channels = backbone.sample_spec.shape[1 if embeds else 0]
     with collecting(faults):
         named = autoencoder_faults(folder)
         if stored is None:
@@ -254,11 +289,26 @@ def loop_encoders(options: PulseOptions, backbone: Backbone) -> LoopEncoders | N
             f"the flag out{plan}"
         )
     used = [*(there if texts else ()), *([VAE] if autoencodes else [])]
+    used += [IMAGE_ENCODER] if embeds else []
     faults += weight_faults(folder, used)
+    if embeds and not (folder / IMAGE_ENCODER).is_dir():
+        faults.append(
+            f"--pulse-encoders {folder}: {backbone.name} reads an embedding of the first frame, "
+            f"but the folder has no {IMAGE_ENCODER}/. Give SVD's pipeline folder"
+        )
     if autoencodes and not faults:
         autoencoder = Autoencoder(folder / VAE, weighs=False)
         made = autoencoder.latent_channels
-        if autoencoder.is_video or len(backbone.sample_spec.shape) > 3:
+        is_svd = autoencoder.has_temporal_decoder and embeds
+        if is_svd:
+            for name in (VAE, IMAGE_ENCODER):
+                if policies.get(name) == "fill":
+                    faults.append(
+                        f"--pulse-encoder-schedule {name}=fill: encoders of clips run before the "
+                        "step alone. Give before-step"
+                    )
+                policies[name] = "before-step"
+        elif autoencoder.is_video or len(backbone.sample_spec.shape) > 3:
             faults.append(
                 f"--pulse-encoders {folder}: {VAE}/ encodes videos ahead of training alone: 'pulse "
                 f"data write-latents --from {options.data} --vae {folder / VAE} --frames N'"
@@ -282,6 +332,7 @@ def loop_encoders(options: PulseOptions, backbone: Backbone) -> LoopEncoders | N
         autoencodes,
         {name: policies.get(name, "auto") for name in used},
         getattr(torch, DTYPES[options.encoders_dtype]) if options.encoders_dtype else None,
+        embeds,
     )
 
 
@@ -310,7 +361,7 @@ def _policies(given: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str
                 f"--pulse-encoder-schedule {before} and --pulse-encoder-schedule {text} "
                 "contradict each other: give one"
             )
-        kinds = {"": names, TEXT: [n for n in names if n != VAE]}
+        kinds = {"": names, TEXT: [n for n in names if n not in (VAE, IMAGE_ENCODER)]}
         if name not in (*kinds, *names):
             faults.append(
                 f"--pulse-encoder-schedule {text}: {unknown_name('encoder', name, (TEXT, *names))}"
@@ -347,11 +398,25 @@ class DeviceEncoders:
         if self._vae is not None:
             given = partial(_pixels, self._vae.device, self._vae.dtype)
             pieces = self._vae.pieces if VAE in here else None
+            if loop.embeds:
+                given = partial(_frames, self._vae.device, self._vae.dtype)
+                pieces = None if pieces is None else tuple(map(by_rows, pieces))
             self.components.append(FrozenComponent(VAE, given, (MOMENTS,), homes[VAE], pieces))
+        self._image_encoder: ImageEncoder | None = None
+        if loop.embeds:
+            pieces = None
+            if IMAGE_ENCODER in here:
+                self._image_encoder = ImageEncoder(loop.folder, loop.dtype)
+                pieces = self._image_encoder.pieces
+            results, where = (EMBEDDING,), homes[IMAGE_ENCODER]
+            of_frame = FrozenComponent(IMAGE_ENCODER, _first_frame, results, where, pieces)
+            self.components.append(of_frame)
 
     def not_finite(self) -> list[str]:
         """Faults of encoders that have given non-finite numbers; synchronises with a GPU."""
         dtypes = {VAE: self._vae.dtype} if self._vae is not None else {}
+        if self._image_encoder is not None:
+            dtypes[IMAGE_ENCODER] = self._image_encoder.dtype
         if self._texts is not None:
             dtypes |= {
                 folder_name("text_encoder", place): encoder.dtype
@@ -376,8 +441,17 @@ class DeviceEncoders:
                 if (name := folder_name("text_encoder", place)) in encoded
             }
             made |= self._texts.joined(found)
+        if IMAGE_ENCODER in encoded:
+            embedding = encoded[IMAGE_ENCODER][EMBEDDING]
+            made[IMAGE_EMBEDDING] = _unless_dropped(IMAGE_EMBEDDING, embedding, batch)
         if self._vae is not None and VAE in encoded and "noise" in batch:
             mean, deviation = self._vae.normalized(encoded[VAE][MOMENTS])
+            if FRAME_NOISE in batch:
+                by_clip = len(batch["index"]), -1
+                mean, deviation = mean.unflatten(0, by_clip), deviation.unflatten(0, by_clip)
+                first = for_every_frame(mean[:, -1:], mean.shape[1] - 1, self._vae)
+                made[IMAGE_LATENT] = _unless_dropped(IMAGE_LATENT, first, batch)
+                mean, deviation = mean[:, :-1], deviation[:, :-1]
             made |= noised_here(batch, mean, deviation, self._process)
         return made
 
@@ -392,3 +466,27 @@ def _tokens(place: int, device: torch.device, batch: Batch, row: int) -> States:
 
 def _pixels(device: torch.device, dtype: torch.dtype, batch: Batch, row: int) -> States:
     return {PIXELS: batch[PIXELS][row : row + 1].to(device, dtype, non_blocking=True)}
+
+
+def _frames(device: torch.device, dtype: torch.dtype, batch: Batch, row: int) -> States:
+    """Frames of a clip ``[f + 1, c, h, w]``; the last is the first again, with its noise."""
+    frames = batch[PIXELS][row].transpose(0, 1)
+    noised = frames[:1] + batch[FRAME_NOISE][row]
+    return {PIXELS: torch.cat([frames, noised]).to(device, dtype, non_blocking=True)}
+
+
+def _first_frame(batch: Batch, row: int) -> States:
+    return {PIXELS: batch[PIXELS][row : row + 1, :, 0]}
+
+
+def _unless_dropped(name: str, values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """``values``, with zeros for samples that lose the field."""
+    dropped = batch[dropped_name(name)].to(values.device)
+    return values.masked_fill(dropped.view(-1, *[1] * (values.dim() - 1)), 0)
+
+
+def _pixel_shape(shape: tuple[int, ...], autoencoder: Autoencoder) -> tuple[int, ...]:
+    """Shape of images whose latents have this ``shape``."""
+    *frames, height, width = (n for i, n in enumerate(shape) if i != int(autoencoder.frames_first))
+    factor = autoencoder.factor
+    return (autoencoder.in_channels, *frames, height * factor, width * factor)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_pulse.backbone.appended_fields import (
     APPENDED,
+    FRAME_NOISE,
     IMAGE_LATENT,
     INPAINTING,
     KNOWN_VIDEO,
@@ -229,6 +230,13 @@ def request_from_data(model: TrainedModel, indices: Sequence[int]) -> Request:
             raise ValueError(format_faults(f"encoders {data.in_loop.folder}", changed, remedy))
         rows = [row | texts.encode(row) for row in rows]
         null = null | texts.null()
+    if data.in_loop is not None and data.in_loop.embeds:
+        shapes = {name: model.backbone.batch_fields[name].shape for name in APART}
+        encode = data.in_loop.frame_fields(shapes)
+        rows = [
+            row | encode(held_out.image(i), row.pop(FRAME_NOISE))
+            for i, row in zip(indices, rows, strict=True)
+        ]
     given = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     given |= _sizes(model, len(indices), held_out.pixel_size)
     return _request(model, len(indices), given, null)

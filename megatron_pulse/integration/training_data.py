@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_pulse.backbone.appended_fields import APPENDED
+from megatron_pulse.backbone.appended_fields import APPENDED, FRAME_NOISE, IMAGE_EMBEDDING
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.layer_selection import class_option
 from megatron_pulse.backbone.shape_buckets import PATCH_CORNER, at_shape
@@ -194,8 +194,12 @@ class DiffusionData:
             random = options.augmented.clip_start == "random"
             self._augmentation = replace(self._augmentation, random_start=random)
         elif options.clips != ClipChoice():
-            fault = "--pulse-fps, --pulse-frame-stride, --pulse-motion-bucket: it has no films"
+            names = [flag_name(f"pulse_{name}") for name in vars(options.clips)]
+            fault = f"{', '.join(names)}: it has no films"
             raise DataError(f"--pulse-data {options.data}", [fault], "Leave these flags out.")
+        if options.clips.frame_noise is not None and FRAME_NOISE not in self.train.fields:
+            fault = "--pulse-frame-noise: it encodes no first frames of SVD in the loop"
+            raise DataError(f"--pulse-data {options.data}", [fault], "Leave the flag out.")
         if faults := list(unvaried(self.train, self._augmentation)):
             remedy = "Leave these flags out, or give other data."
             raise DataError(f"--pulse-data {options.data}", faults, remedy)
@@ -619,7 +623,8 @@ def _require_appended(options: PulseOptions, backbone: Backbone, *, autoencodes:
     if options.inpaint_masks != RANDOM and not reads_masks(appended):
         fault = f"--pulse-inpaint-masks {options.inpaint_masks}: it reads no masks"
         raise DataError(what, [fault], "Leave the flag out.")
-    if appended and autoencodes:
+    makes_frames = IMAGE_EMBEDDING in backbone.batch_fields  # of SVD
+    if appended and autoencodes and not makes_frames:
         raise DataError(
             what,
             [f"it reads {', '.join(appended)}, which the autoencoder in the loop does not make"],

@@ -98,7 +98,7 @@ def test_stored_states_equal_states_of_the_step(
     encoders, vae = TextEncoders(folder, SD, shapes), Autoencoder(folder / "vae")
     plain = WantedFields((4, 4, 4), {"context": FieldSpec((LENGTH, 8))}, made_by=encoders.made_by())
     text = unencoded(plain, Tokenizers(folder, SD, shapes), SD.fields)
-    both = unencoded(text, pixels=(vae.in_channels, vae.factor))
+    both = unencoded(text, pixels=(vae.in_channels, 4 * vae.factor, 4 * vae.factor))
     latents = {"latent": vae.made_by()}
     batches = []
     for spec, wanted in (

@@ -55,7 +55,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def data(folder: Path, source: str) -> DiffusionDataset:
-    wanted = unencoded(LATENTS, Tokenizers(folder, SDXL, SHAPES), FIELDS, pixels=(3, 2))
+    wanted = unencoded(LATENTS, Tokenizers(folder, SDXL, SHAPES), FIELDS, pixels=(3, 8, 8))
     train, _, which = open_buckets(source, [wanted])
     assert which == (0,)
     return train
@@ -141,7 +141,7 @@ def test_validation_is_the_same_at_every_evaluation(data: DiffusionDataset) -> N
 
 
 def test_what_the_data_lack_is_listed(folder: Path, source: str, tmp_path: Path) -> None:
-    wanted = unencoded(LATENTS, Tokenizers(folder, SDXL, SHAPES), FIELDS, pixels=(3, 2))
+    wanted = unencoded(LATENTS, Tokenizers(folder, SDXL, SHAPES), FIELDS, pixels=(3, 8, 8))
     with pytest.raises(DataError) as error:
         open_dataset("digits8", wanted=wanted)
     said = str(error.value)

@@ -156,6 +156,29 @@ def test_a_pipeline_trains_as_one_process(made: Made, tmp_path: Path) -> None:
     assert main([*words, "--image", str(out), *vae, "-o", str(out)]) == 2  # embeds nothing
 
 
+def test_encoders_in_the_loop_train_as_latents_written_ahead(made: Made, tmp_path: Path) -> None:
+    """With parts of the first frame dropped, in a pipeline; held-out films are drawn."""
+    films, choice = f"videos:{made.root / 'films'}", ["60", "0.1,0.4"]
+    assert main([
+        "data", "write-latents", "--from", films, "--image-size", str(SIDE), "--frames",
+        str(FRAMES), "--encoders", str(made.root / "pipeline"), "--dtype", "fp32", "--module",
+        made.flags[1], "--motion-bucket", choice[0], "--frame-noise", choice[1],
+        "-o", str(tmp_path / "latents"),
+    ]) == 0  # fmt: skip
+    drops = ["--pulse-class-dropout", "0.3"]
+    flags = [*made.flags, *drops]
+    place = flags.index("--pulse-data") + 1
+    flags[place] = f"latents:{tmp_path / 'latents'}"
+    ahead = alone(*flags, backbone="none")
+    flags[place] = films
+    flags += ["--pulse-encoders", str(made.root / "pipeline"), "--pulse-clip-start", "middle"]
+    flags += ["--pulse-motion-bucket", choice[0], "--pulse-frame-noise", choice[1]]
+    save = ["--save", str(tmp_path / "kept")]
+    assert_same(run(2, *flags, *pipeline(2), *save, backbone="none"), ahead)
+    words = ["sample", "--load", str(tmp_path / "kept"), "--steps", "2", "--per-class", "1"]
+    assert main([*words, "--from-data", "2", "-o", str(tmp_path / "held-out.gif")]) == 0
+
+
 def test_samples_are_those_of_the_pipeline_and_of_its_export(made: Made, tmp_path: Path) -> None:
     """With noise on first frames, guidance from frame to frame, and another rate and motion."""
     pixels = torch.randint(256, (2, SIDE, SIDE, 3), generator=torch.Generator().manual_seed(1))

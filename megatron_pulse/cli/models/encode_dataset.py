@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -50,8 +49,8 @@ from megatron_pulse.data.opened_images import OpenedImages
 from megatron_pulse.data.picture_choice import BUCKETS, RANDOM, ClipChoice, ShapeChoice
 from megatron_pulse.data.picture_shapes import picture_shapes
 from megatron_pulse.data.split_groups import name_hash
+from megatron_pulse.data.videos.first_frames import drawn_frame_noise
 from megatron_pulse.dataclass_flags import DTYPES, read_flags
-from megatron_pulse.diffusion.noise import first_frame_noise
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
 from megatron_pulse.encoders.first_frame import (
     FIRST_FRAME,
@@ -76,9 +75,6 @@ _POSTERIORS = {
     "sample": "a sample of each posterior",
     "mean": "the mean of each posterior",
 }
-FRAME_NOISE = math.exp(-3.0), 0.5
-"""Median of the first frame's noise and deviation of its logarithm, in training SVD (Blattmann et
-al. 2023, appendix D)."""
 _ASIDE_S = 5.0
 """How often what other ranks have written is looked for."""
 _NAMED = 3
@@ -396,8 +392,9 @@ def _write(
                         given |= appended_latents(given, fields, autoencoder)
                     if autoencoder is not None and first:
                         clip, noise = _clip(dataset.image(i)), None
+                        frame = tuple(clip[:, 0].shape)
                         if image_encoder is not None:
-                            noise, strength = _frame_noise(args, i, clip)
+                            noise, strength = drawn_frame_noise(args.frame_noise, i, frame)
                             ids = given[TIME_IDS]
                             given[TIME_IDS] = torch.cat([ids[:-1], ids.new_tensor([strength])])
                         given |= first_frame_fields(first, clip, autoencoder, image_encoder, noise)
@@ -428,16 +425,6 @@ def _write(
                 progress.line.advance(len(indices))
             if place.num_ranks > 1:
                 progress.look_aside()
-
-
-def _frame_noise(
-    args: argparse.Namespace, index: int, clip: torch.Tensor
-) -> tuple[torch.Tensor, float]:
-    """Noise on the first frame of a clip, and its strength; functions of the sample alone."""
-    number, noise = first_frame_noise(0, index, 0, tuple(clip[:, 0].shape))
-    median, deviation = FRAME_NOISE if args.frame_noise is None else args.frame_noise
-    strength = median * math.exp(deviation * number)
-    return strength * noise, strength
 
 
 def _posteriors(
@@ -591,7 +578,8 @@ def _source(
         text += ", captions as word vectors"
     if reads_masks(dataset.fields):
         text += f", masks {args.inpaint_masks}"
-    if (clips := read_flags(ClipChoice, args)) != ClipChoice():
+    clips = replace(read_flags(ClipChoice, args), frame_noise=None)
+    if clips != ClipChoice():
         rate = "" if clips.fps is None else f" at {clips.fps:g} frames a second"
         moved = "" if clips.motion_bucket == ClipChoice().motion_bucket else ", motion bucket "
         moved += f"{clips.motion_bucket:g}" * bool(moved)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from functools import partial
 from pathlib import Path
@@ -110,12 +109,6 @@ def add_write_latents(
         default=RANDOM,
     )
     add(
-        "--frame-noise S,STD",
-        "noise on SVD's first frames: median of its strength, and deviation of the logarithm "
-        "(default 0.05,0.5, exactly exp(-3); 0,0 for none)",
-        type=_frame_noise,
-    )
-    add(
         "--store-text",
         "store states of --encoders (default), or token ids, some thousandth of the bytes",
         choices=["states", "tokens"],
@@ -199,17 +192,6 @@ def _check(args: argparse.Namespace) -> list[str]:
         if any(not path.name.startswith((".", "null-")) for path in args.output.iterdir()):
             faults.append(f"--output {args.output} holds other files; name a new folder")
     return faults
-
-
-def _frame_noise(text: str) -> tuple[float, float]:
-    """``"0.05,0.5"`` as median and deviation; raises ArgumentTypeError."""
-    try:
-        median, deviation = map(float, text.split(","))
-    except ValueError:
-        median, deviation = math.nan, 0.0
-    if not (0 <= median < math.inf and 0 <= deviation < math.inf):
-        raise argparse.ArgumentTypeError(f"{text!r}: write median and deviation as 0.05,0.5")
-    return median, deviation
 
 
 def _text_states(text: str) -> tuple[int, int]:

@@ -202,7 +202,7 @@ class PulseOptions:
         metavar="PATTERN",
     )
     freeze: tuple[str, ...] = flag(
-        "freeze the parameters whose names match (repeatable). Frozen parameters have no gradient "
+        "freeze the parameters whose names match (repeatable). These have no gradient "
         "and no optimizer state; layers before the first trainable one skip backward",
         (),
         metavar="PATTERN",
@@ -532,7 +532,7 @@ class PulseOptions:
         marks=[FlagMark.FOLDER],
     )
     trace_steps: tuple[int, int] = flag(
-        "steps to trace, counted from 1 in each run (default 3-5)",
+        "steps to trace, from 1 in each run (default 3-5)",
         (3, 5),
         metavar="FIRST-LAST",
         read=_steps,

@@ -75,7 +75,7 @@ class SampleChoice:
         check=_only_with_prompt("sample_negative_prompt"),
     )
     sample_classes: str | None = flag(
-        "classes to draw, such as 0-9 or 3,5 (default: the first ten)",
+        "classes to draw: 0-9 or 3,5 (default: the first ten)",
         metavar="CLASSES",
         check=_classes,
     )
