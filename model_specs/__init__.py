@@ -36,7 +36,7 @@ import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.adapters.adapter import Adapter
 from megatron_pulse.backbone.cascade import CASCADE, cascade
@@ -73,6 +73,9 @@ from model_specs.derived.names import is_cascade as is_cascade
 from model_specs.derived.names import is_code as is_code
 from model_specs.derived.names import is_module as is_module
 from model_specs.derived.names import misnamed as misnamed
+
+if TYPE_CHECKING:
+    from megatron_pulse.diffusion.sampling_rules import SamplingRules
 
 _NO_OPTIONS: Mapping[str, Value] = MappingProxyType({})
 
@@ -498,6 +501,15 @@ def with_texts_of(
             fitted = recipe.fitted or not recipe.length_option
             return options if fitted else {**options, recipe.length_option: str(length)}
     return options
+
+
+def sampling_rules(name: str) -> SamplingRules:
+    """Rules of sampling of the named backbone's pipeline."""
+    from megatron_pulse.diffusion.sampling_rules import NO_RULES
+    from model_specs.common.sampling_rules import BY_CLASS as RULES
+
+    own = _family(name)
+    return RULES.get(own.family, NO_RULES) if isinstance(own, DerivedFamily) else NO_RULES
 
 
 def text_recipe(name: str, backbone: Backbone) -> TextRecipe | None:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_pulse.backbone.appended_fields import REFERENCE_IMAGE
 from megatron_pulse.data.augmentation import with_tags_in_order
 from megatron_pulse.data.dataset import (
     NO_FIELDS,
@@ -232,6 +233,14 @@ class Tokenizes(Encodes, Protocol):
         """Provenance of each field, for comparison."""
 
 
+class EncodesWithPictures(Encodes, Protocol):
+    """Encoder of one text and a picture beside it to fields."""
+
+    def __call__(
+        self, text: str, negative: bool = False, picture: Tensor | None = None
+    ) -> dict[str, Tensor]: ...
+
+
 _LOOKED_AT = 1000
 
 
@@ -269,3 +278,24 @@ class Encoded(Derived):
 
     def null_conditioning(self) -> dict[str, Tensor]:
         return {**self.source.null_conditioning(), **self._encode.null()}
+
+
+class EncodedWithPictures(Encoded):
+    """``Encoded`` of captions that are read beside the sample's reference picture.
+
+    Every picture has its own empty prompt, so that of dropped captions are zeros.
+    """
+
+    def __init__(
+        self,
+        source: DiffusionDataset,
+        encode: EncodesWithPictures,
+        fields: Mapping[str, FieldSpec],
+    ) -> None:
+        super().__init__(source, encode, fields)
+        self._encode_both = encode
+
+    def conditioning(self, index: int, variation: Variation | None = None) -> dict[str, Tensor]:
+        given = self.source.conditioning(index, variation)
+        caption = with_tags_in_order(self.caption(index), variation)
+        return {**given, **self._encode_both(caption, picture=given[REFERENCE_IMAGE])}

@@ -49,6 +49,7 @@ def sample(
     self_conditioned: bool = False,
     noises: Iterator[Tensor] | None = None,
     flow_grid: FlowGrid = FlowGrid.EVEN,
+    norms: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Draw ``count`` samples ``[count, *shape]`` float32, for named ``conditioning [count, ...]``.
 
@@ -59,8 +60,9 @@ def sample(
 
     Guidance (Ho & Salimans 2022) evaluates the model on ``[conditional; unconditional]``, a batch
     of twice ``count``, unless ``guidance_scale`` is 1. The unconditional half takes the values of
-    ``null`` (without batch dimension). A tensor of scales is broadcast to ``shape``; SVD's grow
-    from frame to frame. Experts may have scales of their own. A learned sigma is ignored (see
+    ``null`` (without batch dimension, or ``[count, ...]``). A tensor of scales is broadcast to
+    ``shape``; SVD's grow from frame to frame. Experts may have scales of their own. The result is
+    scaled to the ``norms`` of the conditional prediction, if given. A learned sigma is ignored (see
     ``predicted_mean``).
 
     ``eta`` is DDIM's (Song et al. 2021, eq. 16). Flow's Euler is stochastic if the published
@@ -95,7 +97,7 @@ def sample(
     is_guided = guides(guidance_scale)
     guided = (
         {
-            name: torch.cat([value, _repeated(null[name], count) if name in null else value])
+            name: torch.cat([value, _repeated(null[name], value) if name in null else value])
             for name, value in conditioning.items()
         }
         if null and is_guided
@@ -119,7 +121,10 @@ def sample(
             return mean
         conditional, unconditional = mean.chunk(2)
         scale = guidance_scale(float(timestep)) if callable(guidance_scale) else guidance_scale
-        return unconditional + scale * (conditional - unconditional)
+        guided_mean = unconditional + scale * (conditional - unconditional)
+        if norms is None:
+            return guided_mean
+        return guided_mean * (norms(conditional) / norms(guided_mean))
 
     for timestep in track(scheduler.timesteps, "sampling", "steps", silent=not progress):
         x = step(scheduler, predict(x, timestep), timestep, x, noises)
@@ -161,8 +166,9 @@ def _euler_step(
     return cast(Tensor, (1 - later) * (x - now * made) + later * next(noises))
 
 
-def _repeated(value: Tensor, count: int) -> Tensor:
-    return value.expand(count, *value.shape)
+def _repeated(null: Tensor, conditioning: Tensor) -> Tensor:
+    """Null values of every sample."""
+    return null if null.dim() == conditioning.dim() else null.expand(len(conditioning), *null.shape)
 
 
 def guides(scale: GuidanceScale) -> bool:

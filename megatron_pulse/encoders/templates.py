@@ -58,6 +58,14 @@ def _qwen_image(tokenizer: Any) -> Rendering:
     return Rendering(_bare("QwenImagePipeline").prompt_template_encode.format)
 
 
+def _qwen_image_edit(before: str, pipeline: str) -> Callable[[Any], Rendering]:
+    def make(tokenizer: Any) -> Rendering:
+        template = _bare(pipeline).prompt_template_encode
+        return Rendering(lambda prompt: template.format(before + prompt))
+
+    return make
+
+
 def _lumina2(tokenizer: Any) -> Rendering:
     system = _bare("Lumina2Pipeline").system_prompt
     return Rendering(lambda prompt: f"{system} <Prompt Start> {prompt}")
@@ -112,6 +120,10 @@ _RENDERINGS: dict[str, Callable[[Any], Rendering]] = {
     "HunyuanVideo15Pipeline": _hunyuan_video_15,
     GLYPHS: _glyphs,
     "QwenImagePipeline": _qwen_image,
+    "QwenImageEditPipeline": _qwen_image_edit("", "QwenImageEditPipeline"),
+    "QwenImageEditPlusPipeline": _qwen_image_edit(
+        "Picture 1: <|vision_start|><|image_pad|><|vision_end|>", "QwenImageEditPlusPipeline"
+    ),
     "Lumina2Pipeline": _lumina2,
     "SanaPipeline": _sana,
     "Flux2Pipeline": _flux2,

@@ -19,6 +19,7 @@ from megatron_pulse.encoders.loading import (
     silently,
     stored,
 )
+from megatron_pulse.encoders.seen_pictures import SeenPictures
 from megatron_pulse.encoders.text_pieces import Kept, text_pieces
 from megatron_pulse.encoders.text_recipe import (
     ComponentKind,
@@ -62,6 +63,9 @@ class TextEncoder:
         import transformers
 
         self.kind, self.place, self.device = recipe.kinds[place], place, device
+        self._sees = recipe.sees and weighs
+        self.whole: Any = None
+        """Model with its vision tower, if it also reads pictures."""
         where = folder / folder_name("text_encoder", place)
         kind = getattr(transformers, self.kind.value)
         chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
@@ -101,6 +105,8 @@ class TextEncoder:
 
     def _trunk(self, model: Any) -> Any:
         """Layers that read text: of a language model no head, no vision tower."""
+        if self._sees:
+            self.whole = model.eval().requires_grad_(False).to(self.device)
         return model.get_decoder() if self.kind.is_decoder else model
 
     @property
@@ -113,6 +119,15 @@ class TextEncoder:
         given = {name: value.to(self.device) for name, value in tokens.items()}
         states: dict[str, Tensor] = run_pieces(self.pieces, given)
         return states
+
+    @torch.no_grad()
+    def see(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Last states ``[1, length, width]`` of a prompt and a picture (``SeenPictures``)."""
+        given = {name: value.to(self.device) for name, value in inputs.items()}
+        given["pixel_values"] = given["pixel_values"].to(self.dtype)
+        made = self.whole(**given, output_hidden_states=True, logits_to_keep=1)
+        last: Tensor = made.hidden_states[-1]
+        return last
 
     def __str__(self) -> str:
         return f"{self.kind.value} {str(self.dtype).removeprefix('torch.')} {self.digest}"
@@ -141,6 +156,7 @@ class TextEncoders:
         require(self.folder, missing_tokenizers(self.folder, recipe) + self._missing_encoders())
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizers = Tokenizers(self.folder, recipe, self.shapes)
+        self._pictures = SeenPictures(self.folder, self.tokenizers[1]) if recipe.sees else None
         self.encoders: dict[int, TextEncoder] = {}
         faults: list[str] = []
         self.zeros_if_empty = recipe.zeros_if_empty
@@ -164,12 +180,40 @@ class TextEncoders:
         require(self.folder, faults)
         require(self.folder, [*self._misfits(), *self._unknown_tokens()], misfits(self.recipe))
 
-    def __call__(self, text: str, negative: bool = False) -> dict[str, Tensor]:
+    def __call__(
+        self, text: str, negative: bool = False, picture: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Every field of one prompt, without a batch dimension: fp32 states and int64 masks.
 
-        A ``negative`` prompt is one to be guided away from.
+        A ``negative`` prompt is one to be guided away from. An encoder that ``sees`` also reads the
+        ``picture`` ``[3, h, w]`` in [-1, 1].
         """
+        if self._pictures is not None:
+            if picture is None:
+                raise UserError(
+                    f"encoders {self.folder}: the text encoder reads a picture beside the prompt, "
+                    "and there is none. Write states ahead ('pulse data write-latents'), or give "
+                    "'pulse sample --image FILE'"
+                )
+            return self._seen(self._pictures(text, picture))
         return self.encode(self.tokenizers(text, negative))
+
+    def _seen(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Every field of a prompt with a picture."""
+        length, crop = self.tokenizers.state_lengths[1], self.tokenizers.crops[1]
+        (states,) = self.encoders[1].see(inputs)[:, crop:].cpu()
+        if not all_finite({str(State.LAST): states}):
+            require(self.folder, [not_finite("text_encoder", self.encoders[1].dtype)], CHECK)
+        if (missing := length - len(states)) < 0:
+            option = self.recipe.length_option or "text length"
+            raise UserError(
+                f"a prompt and its picture have {len(states)} tokens, the backbone reads {length}: "
+                f"give --option {option}={len(states)}, or more"
+            )
+        padding = torch.nn.functional.pad
+        mask = padding(torch.ones(len(states), dtype=torch.int64), (0, missing))
+        made = {State.LAST.value: padding(states, (0, 0, 0, missing)), State.MASK.value: mask}
+        return self.joined({1: made})
 
     def encode(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Every field of one tokenized prompt, ``[length]`` each, as made by ``Tokenizers``."""
@@ -214,7 +258,9 @@ class TextEncoders:
         }
 
     def null(self) -> dict[str, Tensor]:
-        """Fields of the empty prompt."""
+        """Fields of the empty prompt; none if each picture has its own."""
+        if self.recipe.sees:
+            return {}
         fields = {name: value[None] for name, value in self("", negative=True).items()}
         return {name: v[0] for name, v in self.dropped(fields, torch.tensor([True])).items()}
 

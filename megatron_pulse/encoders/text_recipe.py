@@ -139,6 +139,7 @@ class TextRecipe:
       ``force_zeros_for_empty_prompt`` is true (its default), otherwise the encoding of "". With
       ``no_tokens_if_empty`` it has token ids and a mask of zeros if the setting is true.
     - ``cleaning``: texts are cleaned.
+    - ``sees``: the encoder also reads the reference picture, whose tokens count.
     - ``beside``, ``never_beside``: other fields that a backbone with these text fields has, or
       has not.
     - ``inversions``: a token of textual inversion stands for all its vectors.
@@ -161,6 +162,7 @@ class TextRecipe:
     beside: frozenset[str] = frozenset()
     never_beside: frozenset[str] = frozenset()
     inversions: bool = False
+    sees: bool = False
     length_option: str = field(default="", compare=False)
 
     def is_of(self, batch_fields: Collection[str]) -> bool:

@@ -125,6 +125,10 @@ class Tokenizers:
                 self._no_tokens_if_empty = bool(index.get(_ZEROS_IF_EMPTY, False))
         require(self.folder, faults)
 
+    def __getitem__(self, place: int) -> Any:
+        """Tokenizer at a place."""
+        return self._tokenizers[place]
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all fields of a text; all are int64."""

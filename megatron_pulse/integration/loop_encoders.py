@@ -253,6 +253,11 @@ def loop_encoders(options: PulseOptions, backbone: Backbone) -> LoopEncoders | N
     )
     texts = recipe is not None and not (stored is not None and recipe.fields.keys() <= stored)
     autoencodes = stored is None and (folder / VAE).is_dir()
+    if texts and recipe is not None and recipe.sees:
+        faults.append(
+            f"--pulse-encoders {folder}: the text encoder of {backbone.name} reads pictures beside "
+            "captions, ahead of training alone: 'pulse data write-latents'"
+        )
     for name in (*there, VAE):
         makes = autoencodes if name == VAE else texts
         if makes and policies.get(name) == "store":

@@ -31,9 +31,15 @@ from megatron_pulse.data.images.conditioning import CONDITIONING
 from megatron_pulse.data.picture_choice import RANDOM
 from megatron_pulse.diffusion.noise import diffusers_noises
 from megatron_pulse.diffusion.objectives import DiffusionProcess
-from megatron_pulse.diffusion.process_flags import FlowGrid, ProcessChoice, SamplingNoise
+from megatron_pulse.diffusion.process_flags import (
+    DynamicShift,
+    FlowGrid,
+    ProcessChoice,
+    SamplingNoise,
+)
 from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.diffusion.sampling import Fields, GuidanceScale, sample
+from megatron_pulse.diffusion.sampling_rules import NO_RULES, SamplingRules
 from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.tokens import changed_since, recorded_by
 from megatron_pulse.errors import format_faults
@@ -48,7 +54,7 @@ from megatron_pulse.integration.training_data import (
     wanted_by,
 )
 from megatron_pulse.runtime.tensor_settings import compute_device
-from model_specs import compare_models
+from model_specs import compare_models, sampling_rules
 
 NO_FIELDS: Fields = MappingProxyType({})
 
@@ -82,6 +88,20 @@ class TrainedModel:
     """Differences from the model as it was trained, in words."""
     move: Callable[[torch.device], object] = lambda device: None
     """Move the weights to a device."""
+    is_shifted_dynamically: bool = False
+    """True if the pipeline's rule gives flow's shift, where the class has one."""
+
+    @property
+    def rules(self) -> SamplingRules:
+        """Rules of the pipeline of the backbone's class."""
+        name = self.backbone.record.get("name")
+        return NO_RULES if name is None or self.backbone.parts else sampling_rules(name)
+
+    def process_of(self, num_steps: int) -> DiffusionProcess:
+        """Process of sampling in a number of steps."""
+        if not self.is_shifted_dynamically or self.rules.shift is None:
+            return self.process
+        return replace(self.process, shift=self.rules.shift(self.backbone.image_tokens, num_steps))
 
     @property
     def num_classes(self) -> int | None:
@@ -125,7 +145,10 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class Request:
-    """Requested samples: conditioning ``fields [count, ...]``, and ``null`` values if dropped."""
+    """Requested samples: conditioning ``fields [count, ...]``, and ``null`` values if dropped.
+
+    Null values are of all samples, or ``[count, ...]`` as the fields.
+    """
 
     count: int
     fields: Fields
@@ -140,7 +163,11 @@ class Request:
         """
         rows = self.rows(first, end)
         fields = {name: value[rows] for name, value in self.fields.items()}
-        return replace(self, count=end - first, fields=fields)
+        null = {
+            name: value[rows] if value.dim() == fields[name].dim() else value
+            for name, value in self.null.items()
+        }
+        return replace(self, count=end - first, fields=fields, null=null)
 
     def rows(self, first: int, end: int) -> Tensor:
         """Indices of the samples of a part."""
@@ -184,21 +211,29 @@ def request_encoded(
     pixel_size: tuple[int, int],
     negative: str | None = None,
     beside: Fields = NO_FIELDS,
+    pictures: Sequence[Tensor] = (),
 ) -> Request:
     """Request for samples of prompts encoded by ``encode``, with the fields in ``beside``.
 
     Guidance is away from ``negative``, or from the empty prompt if None. ``pixel_size`` is the size
-    (height, width) of the pictures. Raises ValueError if the model reads more fields.
+    (height, width) of the pictures. ``pictures`` are read beside the prompts by an encoder that
+    ``sees``. Raises ValueError if the model reads more fields.
     """
-    encoded = {prompt: encode(prompt) for prompt in dict.fromkeys(prompts)}
-    rows = [encoded[prompt] for prompt in prompts]
+    if pictures and encode.recipe.sees:
+        pairs = list(zip(prompts, pictures, strict=True))
+        rows = [encode(prompt, picture=picture) for prompt, picture in pairs]
+        against = [encode(negative or "", True, picture) for picture in pictures]
+        null = {name: torch.stack([row[name] for row in against]) for name in against[0]}
+    else:
+        encoded = {prompt: encode(prompt) for prompt in dict.fromkeys(prompts)}
+        rows = [encoded[prompt] for prompt in prompts]
+        null = encode.null() if negative is None else encode(negative, negative=True)
     given = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     wanted = wanted_by(model.backbone).fields
     defaults = constants(wanted, {n: wanted[n] for n in given}, Framing.whole(pixel_size))
     given = {n: v.expand(len(prompts), *v.shape) for n, v in defaults.items()} | given
     given["labels"] = torch.zeros(len(prompts), dtype=torch.int64)
     given |= dict(beside)
-    null = encode.null() if negative is None else encode(negative, negative=True)
     return _request(model, len(prompts), given, null)
 
 
@@ -362,7 +397,11 @@ def trained_model(
     changes = compare_models(saved.record, backbone.record).changed
     process = chosen_process(choice or ProcessChoice(), saved.process)
     at_size = process.for_tokens(backbone.image_tokens)
-    return TrainedModel(backbone, at_size, predict, args, saved.folder, changes)
+    is_own = choice is None or choice.flow_shift is None
+    return TrainedModel(
+        backbone, at_size, predict, args, saved.folder, changes,
+        is_shifted_dynamically=is_own and isinstance(process.shift, DynamicShift),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -447,14 +486,14 @@ def sample_parts(
 
     return sample(
         predict,
-        model.process,
+        model.process_of(sampler.num_steps),
         shape,
         part.count,
         part.fields,
         num_steps=sampler.num_steps,
         guidance_scale=_scales(model, sampler),
         seed=sampler.seed,
-        null=request.null,
+        null=part.null,
         progress=progress,
         clip=1.0 if model.makes_pixels else None,
         first_index=first,
@@ -462,6 +501,7 @@ def sample_parts(
         eta=sampler.eta,
         noises=noises,
         flow_grid=sampler.flow_grid,
+        norms=model.rules.norms,
     )
 
 

@@ -100,7 +100,13 @@ QWEN_IMAGE = TextRecipe(
     templates={1: PromptTemplate("QwenImagePipeline", crop=34)},
     never_beside=frozenset({REFERENCE_IMAGE}),
 )
-"""Recipe of Qwen-Image. Qwen-Image-Edit's text encoder sees the reference picture, too."""
+QWEN_IMAGE_EDIT = replace(
+    QWEN_IMAGE,
+    templates={1: PromptTemplate("QwenImageEditPipeline", crop=64)},
+    beside=frozenset({REFERENCE_IMAGE}),
+    never_beside=frozenset(),
+    sees=True,
+)
 
 
 def _flux2(kind: ComponentKind, pipeline: str, layers: tuple[int, ...]) -> TextRecipe:
@@ -164,7 +170,7 @@ BY_CLASS: dict[str, tuple[TextRecipe, ...]] = {
     "CogVideoXTransformer3DModel": (COGVIDEOX,),
     "LTXVideoTransformer3DModel": (LTX,),
     "MochiTransformer3DModel": (MOCHI,),
-    "QwenImageTransformer2DModel": (QWEN_IMAGE,),
+    "QwenImageTransformer2DModel": (QWEN_IMAGE, QWEN_IMAGE_EDIT),
     "Flux2Transformer2DModel": (FLUX2, FLUX2_KLEIN),
     "Lumina2Transformer2DModel": (LUMINA2,),
     "SanaTransformer2DModel": (SANA,),

@@ -155,6 +155,7 @@ CASES = {
         (*sizes(height=2, width=3, text_length=60), "--guidance", "1"),
         {"guidance_scale": 3.5, "max_sequence_length": 60, "height": 8, "width": 12},
         unpacked=lambda pipeline, made: made.mT.unflatten(2, (2, 3)),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
     ),
     "qwen_image": Case(
         diffusers.QwenImagePipeline,
@@ -170,8 +171,10 @@ CASES = {
         ),
         (("qwen_vl", "Qwen2_5_VLForConditionalGeneration"),),
         (4, 4, 6),
-        (*sizes(height=4, width=6, text_length=80), "--guidance", "1"),
-        {"true_cfg_scale": 1.0, "height": 32, "width": 48},
+        (*sizes(height=4, width=6, text_length=80), *NEGATIVE),
+        {
+            "negative_prompt": ["old cat"] * 2, "true_cfg_scale": 2.0, "height": 32, "width": 48,
+        },
         packed=lambda pipeline, noise: pipeline._pack_latents(noise, 2, 4, 4, 6),
         unpacked=lambda pipeline, made: pipeline._unpack_latents(made, 32, 48, 8).squeeze(2),
     ),

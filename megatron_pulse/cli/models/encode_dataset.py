@@ -28,7 +28,7 @@ from megatron_pulse.cli.models.encoder_flags import (
 from megatron_pulse.cli.shared_flags import clip_sizes, numbers
 from megatron_pulse.data.buckets import Buckets, buckets_of
 from megatron_pulse.data.build import InpaintMasks, open_by_shape, open_dataset
-from megatron_pulse.data.captions import Encoded, cut_short
+from megatron_pulse.data.captions import Encoded, EncodedWithPictures, cut_short
 from megatron_pulse.data.dataset import LATENT, FieldSpec, Variation
 from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, WantedFields, framing_field
 from megatron_pulse.data.images.appended_pictures import (
@@ -58,6 +58,7 @@ from megatron_pulse.encoders.first_frame import (
     starts_from_frame,
 )
 from megatron_pulse.encoders.image_encoder import ImageEncoder
+from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.errors import UserError
 from megatron_pulse.profile.measurement.machine import compute_as_a_rank
 from megatron_pulse.progress import ProgressLine
@@ -301,6 +302,8 @@ def _encoded(
     if (texts := open_texts()) is None:
         return dataset, {}
     encoders, fields, made_by = texts
+    if isinstance(encoders, TextEncoders) and encoders.recipe.sees:
+        return EncodedWithPictures(dataset, encoders, fields), dict(made_by)
     return Encoded(dataset, encoders, fields), dict(made_by)
 
 
@@ -320,6 +323,8 @@ def _open_texts(args: argparse.Namespace, backbone: Backbone | None) -> _Texts |
         tokenizers = open_tokenizers(args, args.backbone, backbone)
         if tokenizers is None:
             return None
+        if tokenizers.recipe.sees:
+            require(["--store-text tokens: the text encoder also reads pictures: store states"])
         tokens = {name: FieldSpec(shape, "int64") for name, shape in tokenizers.shapes.items()}
         return tokenizers, tokens, tokenizers.made_by()
     opened = open_encoders(args, args.backbone, backbone)

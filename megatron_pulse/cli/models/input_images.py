@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from megatron_pulse.encoders.image_encoder import ImageEncoder
 
 
+SEEN = "seen"
+"""Name, beside fields, of pictures for an encoder that reads them beside prompts."""
+
+
 def controlled(
     files: Sequence[Path], backbone: Backbone, rows: list[Any], each: int
 ) -> tuple[list[Any], dict[str, Tensor]]:
@@ -76,7 +80,7 @@ def referenced(
     each: int,
     autoencoder: Autoencoder | None,
 ) -> tuple[list[Any], dict[str, Tensor]]:
-    """Rows of a sheet, and the field ``reference_image``, of pictures.
+    """Rows of a sheet, and the field ``reference_image``, of pictures; ``SEEN`` are their pixels.
 
     Pictures belong to rows as those of ``controlled`` do. Raises UserError.
     """
@@ -90,8 +94,11 @@ def referenced(
     shape = _pixels(backbone.batch_fields[REFERENCE_IMAGE].shape, autoencoder)
 
     def seen(file: Path) -> dict[str, Tensor]:
-        fields = {REFERENCE_IMAGE: one_picture(file, shape[0], (shape[1], shape[2]))}
-        return fields if autoencoder is None else appended_latents(fields, {}, autoencoder)
+        picture = one_picture(file, shape[0], (shape[1], shape[2]))
+        fields = {REFERENCE_IMAGE: picture}
+        if autoencoder is not None:
+            fields = appended_latents(fields, {}, autoencoder)
+        return {**fields, SEEN: picture}
 
     return rows, _fields_of(files, each, seen)
 

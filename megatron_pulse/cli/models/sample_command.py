@@ -35,6 +35,7 @@ from megatron_pulse.cli.models.encoder_flags import (
     take_encoders_of,
 )
 from megatron_pulse.cli.models.input_images import (
+    SEEN,
     ClipSettings,
     continued,
     controlled,
@@ -397,7 +398,8 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
             shows = sys.stderr.isatty()
             samples = sample_images(model, wanted, settings, args.batch_size, progress=shows)
     weights = "raw" if args.raw else "averaged"
-    sampler, objective = describe_sampler(model.process), model.process.objective
+    process = model.process_of(args.steps)
+    sampler, objective = describe_sampler(process), process.objective
     record: dict[str, Any] = {
         "checkpoint": str(model.folder),
         "low_noise": None if args.low_noise is None else str(args.low_noise),
@@ -407,7 +409,7 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
         "height": args.height,
         "width": args.width,
         "weights": weights,
-        "process": model.process.describe(),
+        "process": process.describe(),
         "sampler": sampler,
         "num_steps": args.steps,
         "guidance": guidance,
@@ -433,7 +435,7 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
         record |= write(samples)
     lines = [] if score is None else [str(score)]
     lines.append(
-        f"{len(asked)} samples of {model.folder} ({weights} weights; {model.process.describe()}; "
+        f"{len(asked)} samples of {model.folder} ({weights} weights; {process.describe()}; "
         f"{sampler}, {args.steps} steps{unguided}): {args.output}"
     )
     if "frames" in record and len(record["frames"]) < samples.shape[drawing.frame_axis]:
@@ -564,6 +566,7 @@ def _asked(
         rows, masked, noise_shape = continued(
             args.image, *of_row, _image_encoder(args), _clip_settings(args, model)
         )
+    seen = masked.pop(SEEN, ())
     beside = {**beside, **masked}
     if args.prompt and args.encoders is not None:
         opened = open_encoders(args, model.backbone.name, model.backbone)
@@ -578,7 +581,9 @@ def _asked(
 
         def encoded(model: TrainedModel, prompts: list[str]) -> Request:
             size = height, width
-            return sampling.request_encoded(model, prompts, encoders, size, negative, beside)
+            return sampling.request_encoded(
+                model, prompts, encoders, size, negative, beside, tuple(seen)
+            )
 
         _warn_of_cut([*args.prompt, *filter(None, [negative])], encoders.excess, "token")
         return "prompts", rows, encoded, noise_shape
