@@ -28,6 +28,8 @@ _SQUARES = "AutoencoderKLFlux2"
 """Class whose latents have squares of 2 x 2 positions as channels, normalised by a batch norm."""
 _ONE_FRAME = "AutoencoderKLQwenImage"
 """Class of videos that encodes pictures, as videos of one frame."""
+_EXACT = "AutoencoderDC"
+"""Class that encodes to latents, not to a posterior (Sana)."""
 VIDEO_CLASSES = (
     "AutoencoderKLWan",
     "AutoencoderKLHunyuanVideo",
@@ -37,7 +39,7 @@ VIDEO_CLASSES = (
     "AutoencoderKLTemporalDecoder",
 )
 """Classes that decode videos, several frames together; SVD's encodes frame by frame."""
-_KNOWN = (_PICTURES, _SQUARES, _ONE_FRAME, *VIDEO_CLASSES)
+_KNOWN = (_PICTURES, _SQUARES, _ONE_FRAME, _EXACT, *VIDEO_CLASSES)
 _TEMPORAL_DECODER = "AutoencoderKLTemporalDecoder"
 _FRAMES_FIRST = ("AutoencoderKLCogVideoX", _TEMPORAL_DECODER)
 _NORMALIZATION = ("latents_mean", "latents_std", "shift_factor")
@@ -124,6 +126,8 @@ class Autoencoder:
         self.frames_first = named in _FRAMES_FIRST
         """True if latents are ``[b, f, c', h', w']``."""
         self._is_frame = named == _ONE_FRAME
+        self.is_exact = named == _EXACT
+        """True if there is no posterior: its deviation is 0."""
         self._side = 2 if named == _SQUARES else 1
         self.has_temporal_decoder = named == _TEMPORAL_DECODER
         """True of SVD's: its encoder is that of pictures."""
@@ -142,13 +146,14 @@ class Autoencoder:
         self.factor = _factor(model) * self._side
 
     def _pieces(self) -> tuple[EncoderPiece, ...]:
-        if not self._is_frame:
+        if not self._is_frame and not self.is_exact:
             return image_pieces(self.model)
 
         def encode(states: States) -> States:
             return {MOMENTS: self._encoded(states[PIXELS])}
 
-        return (EncoderPiece("encoder", encode, (self.model.encoder, self.model.quant_conv)),)
+        modules = [self.model.encoder, *([self.model.quant_conv] if self._is_frame else [])]
+        return (EncoderPiece("encoder", encode, tuple(modules)),)
 
     @torch.no_grad()
     def encode(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -187,6 +192,10 @@ class Autoencoder:
 
         Returns (mean, standard deviation) of latents, fp32 ``[b, c', ...]``.
         """
+        if self.is_exact:
+            scale, shift = self._normalization_of(moments)
+            mean = (moments.float() - shift) * scale
+            return mean, torch.zeros_like(mean)
         mean, log_variance = (self._in_channels(x) for x in moments.float().chunk(2, dim=1))
         deviation = torch.exp(0.5 * log_variance.clamp(-30, 20))
         scale, shift = self._normalization_of(mean)
@@ -231,7 +240,9 @@ class Autoencoder:
     def _encoded(self, pixels: Tensor) -> Tensor:
         """Moments by the class's own call."""
         moments: Tensor
-        if self._is_frame:
+        if self.is_exact:
+            moments = self.model.encode(pixels).latent
+        elif self._is_frame:
             moments = self.model.encode(pixels.unsqueeze(2)).latent_dist.parameters.squeeze(2)
         else:
             moments = self.model.encode(pixels).latent_dist.parameters

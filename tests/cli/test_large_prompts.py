@@ -65,6 +65,23 @@ def sizes(**given: int) -> tuple[str, ...]:
     return tuple(w for name, size in given.items() for w in ("--option", f"{name}={size}"))
 
 
+KL = (
+    "AutoencoderKL",
+    {
+        "norm_num_groups": 4, "block_out_channels": (8, 8), "latent_channels": 4,
+        "down_block_types": ("DownEncoderBlock2D",) * 2, "scaling_factor": 0.5,
+        "up_block_types": ("UpDecoderBlock2D",) * 2, "shift_factor": 0.1,
+    },
+)  # fmt: skip
+DC: dict[str, Any] = {
+    "latent_channels": 4, "attention_head_dim": 2,
+    "encoder_block_types": ("ResBlock", "ResBlock", "EfficientViTBlock"),
+    "decoder_block_types": ("ResBlock", "ResBlock", "EfficientViTBlock"),
+    "encoder_block_out_channels": (8, 8, 8), "decoder_block_out_channels": (8, 8, 8),
+    "encoder_layers_per_block": (1, 1, 1), "decoder_layers_per_block": (1, 1, 1),
+    "encoder_qkv_multiscales": ((), (), (5,)), "decoder_qkv_multiscales": ((), (), (5,)),
+    "decoder_norm_types": "rms_norm", "decoder_act_fns": "silu", "scaling_factor": 0.41407,
+}  # fmt: skip
 NEGATIVE = ("--negative-prompt", "old cat", "--guidance", "2")
 CASES = {
     "wan": Case(
@@ -177,6 +194,60 @@ CASES = {
         },
         packed=lambda pipeline, noise: pipeline._pack_latents(noise, 2, 4, 4, 6),
         unpacked=lambda pipeline, made: pipeline._unpack_latents(made, 32, 48, 8).squeeze(2),
+    ),
+    "lumina2": Case(
+        diffusers.Lumina2Pipeline,
+        diffusers.Lumina2Transformer2DModel,
+        {
+            "sample_size": 8, "in_channels": 4, "hidden_size": 32, "num_layers": 1,
+            "num_refiner_layers": 1, "num_attention_heads": 4, "num_kv_heads": 2,
+            "multiple_of": 16, "axes_dim_rope": (4, 2, 2), "axes_lens": (64, 16, 16),
+            "cap_feat_dim": 8,
+        },
+        KL,
+        (("gemma2", "Gemma2Model"),),
+        (4, 8, 8),
+        (*sizes(height=8, width=8, text_length=40), *NEGATIVE),
+        {
+            "negative_prompt": ["old cat"] * 2, "guidance_scale": 2.0, "height": 16, "width": 16,
+            "max_sequence_length": 40,
+        },
+    ),
+    "z_image": Case(
+        diffusers.ZImagePipeline,
+        diffusers.ZImageTransformer2DModel,
+        {
+            "in_channels": 4, "dim": 32, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2,
+            "n_kv_heads": 2, "cap_feat_dim": 8, "axes_dims": [4, 6, 6], "axes_lens": [80, 16, 16],
+        },
+        KL,
+        (("qwen3", "Qwen3Model"),),
+        (4, 8, 8),
+        # The pipeline adds the difference of the predictions to the conditional one.
+        (*sizes(height=8, width=8, text_length=40), *NEGATIVE[:2], "--guidance", "2.5"),
+        {
+            "negative_prompt": ["old cat"] * 2, "guidance_scale": 1.5, "height": 16, "width": 16,
+            "max_sequence_length": 40,
+        },
+        atol=1e-5,
+    ),
+    "sana": Case(
+        diffusers.SanaPipeline,
+        diffusers.SanaTransformer2DModel,
+        {
+            "patch_size": 1, "in_channels": 4, "out_channels": 4, "num_layers": 1,
+            "num_attention_heads": 2, "attention_head_dim": 4, "num_cross_attention_heads": 2,
+            "cross_attention_head_dim": 4, "cross_attention_dim": 8, "caption_channels": 8,
+            "sample_size": 8,
+        },
+        ("AutoencoderDC", DC),
+        (("gemma2", "Gemma2Model"),),
+        (4, 8, 8),
+        (*sizes(height=8, width=8, text_length=20), *NEGATIVE, "--flow-grid", "scheduler"),
+        {
+            "negative_prompt": ["old cat"] * 2, "guidance_scale": 2.0, "height": 32, "width": 32,
+            "max_sequence_length": 20, "use_resolution_binning": False, "clean_caption": False,
+        },
     ),
 }  # fmt: skip
 

@@ -232,7 +232,9 @@ def _write_store(
         shard_size=args.shard_size,
         source=_source(args, dataset, autoencoder) + revision,
         made_by=made_by,
-        deviates=autoencoder is not None and _posterior(args) == "distribution",
+        deviates=autoencoder is not None
+        and not autoencoder.is_exact
+        and _posterior(args) == "distribution",
         pictures=dataset.has_files,
         groups=dataset.has_groups,
         classes=tuple(dataset.class_names),
