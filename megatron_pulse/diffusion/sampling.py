@@ -50,6 +50,7 @@ def sample(
     noises: Iterator[Tensor] | None = None,
     flow_grid: FlowGrid = FlowGrid.EVEN,
     norms: Callable[[Tensor], Tensor] | None = None,
+    even_grid: Callable[[int], list[float]] | None = None,
 ) -> Tensor:
     """Draw ``count`` samples ``[count, *shape]`` float32, for named ``conditioning [count, ...]``.
 
@@ -76,16 +77,17 @@ def sample(
     Sampling settings of a published scheduler apply (see ``sampling_settings`` and
     ``ddim_spacing``). Otherwise the grid begins at the last timestep (Lin et al. 2024, section
     3.3), each step ends at the grid's next timestep, and the last at clean data. A published DDIM
-    is diffusers' at any number of steps (see ``noise_left``). ``flow_grid`` is flow's. A dynamic
-    shift must be resolved first (see ``DiffusionProcess.for_tokens``). Raises ValueError for
-    invalid settings, and for samples that are not finite.
+    is diffusers' at any number of steps (see ``noise_left``). ``flow_grid`` is flow's;
+    ``even_grid`` replaces its even steps, as a pipeline does. A dynamic shift must be resolved
+    first (see ``DiffusionProcess.for_tokens``). Raises ValueError for invalid settings, and for
+    samples that are not finite.
     """
     if faults := setting_faults(process, num_steps, guidance_scale, eta, flow_grid, bool(null)):
         raise ValueError(format_faults("sampling", faults))
     if noises is None:
         noises = sample_noises(seed, range(first_index, first_index + count), shape)
     x = next(noises)
-    scheduler = _scheduler(process, num_steps, clip, flow_grid)
+    scheduler = _scheduler(process, num_steps, clip, flow_grid, even_grid)
     is_edm = process.objective == Objective.EDM
     if is_edm:
         x = x * scheduler.init_noise_sigma
@@ -200,7 +202,11 @@ def setting_faults(
 
 
 def _scheduler(
-    process: DiffusionProcess, num_steps: int, clip: float | None, flow_grid: FlowGrid
+    process: DiffusionProcess,
+    num_steps: int,
+    clip: float | None,
+    flow_grid: FlowGrid,
+    even_grid: Callable[[int], list[float]] | None,
 ) -> Any:
     from diffusers import EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 
@@ -217,7 +223,8 @@ def _scheduler(
         if flow_grid == FlowGrid.SCHEDULER:
             euler.set_timesteps(num_steps)
         else:  # diffusers' default grid spends its last step between 1/1000 and 0
-            euler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / num_steps, num_steps).tolist())
+            even = np.linspace(1.0, 1.0 / num_steps, num_steps).tolist()
+            euler.set_timesteps(sigmas=even_grid(num_steps) if even_grid else even)
         return euler
     ddim = _ddim(process, num_steps, clip)
     if int(ddim.timesteps.max()) >= process.num_timesteps:

@@ -7,8 +7,8 @@ classes. Settings that would change the process in an unknown way are rejected.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ _REFUSED = {
     "CMStochastic": "consistency models' process is unsupported",
     "SCM": "the model is distilled to few steps; no objective continues that",
 }
+type _Reader = Callable[[Mapping[str, Any], ProcessChoice, list[str]], dict[str, Any]]
+_INVERTED = ("MochiTransformer3DModel",)
 _OLD_KEYS = {"tensor_format", "clip_sample", "skip_prk_steps", "set_alpha_to_one"}
 # Leftovers of another class, harmless only with these values.
 _NEUTRAL = {
@@ -132,8 +134,9 @@ def read_process(
         try:
             said = read_json(path, FileKind.SCHEDULER, infinities=True)
             config, remark = _as_pipeline_loads(path, said)
-            process = process_of_scheduler(config, choice)
-            remarks = (_overruled(path, config, process), remark)
+            inverted = _is_inverted(place)
+            process = process_of_scheduler(config, choice, inverted)
+            remarks = (_overruled(path, config, process, inverted), remark)
             return process, "\n".join(filter(None, remarks))
         except ValueError as error:
             faults = getattr(error, "faults", [str(error)])
@@ -147,6 +150,13 @@ def read_process(
     except ValueError as error:
         raise PublishedError(str(place), [str(error)]) from error
     return process, format_faults(f"{path} was not read", faults) if path else ""
+
+
+def _is_inverted(place: Path) -> bool:
+    """True of weights whose class takes times from the sample to the noise."""
+    if not (place / "config.json").is_file():
+        return False
+    return read_json(place / "config.json", FileKind.MODEL).get("_class_name") in _INVERTED
 
 
 def _as_pipeline_loads(path: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
@@ -177,10 +187,12 @@ def _as_pipeline_loads(path: Path, config: Mapping[str, Any]) -> tuple[Mapping[s
     }, f"as {pipeline} sets it: {format_faults}"
 
 
-def _overruled(path: Path, config: Mapping[str, Any], process: DiffusionProcess) -> str:
+def _overruled(
+    path: Path, config: Mapping[str, Any], process: DiffusionProcess, inverted: bool
+) -> str:
     """Description of the scheduler's own process, if ``process`` differs from it."""
     try:
-        own = process_of_scheduler(config)
+        own = process_of_scheduler(config, inverted=inverted)
     except PublishedError as error:
         return f"{path} alone is refused: {'; '.join(error.faults)}"
     return "" if own == process else f"by flags; {path} says {own.describe()}"
@@ -197,10 +209,11 @@ def _unsaid(choice: ProcessChoice, flags: str) -> list[str]:
 
 
 def process_of_scheduler(
-    config: Mapping[str, Any], choice: ProcessChoice | None = None
+    config: Mapping[str, Any], choice: ProcessChoice | None = None, inverted: bool = False
 ) -> DiffusionProcess:
     """Process of a scheduler's configuration, overridden by ``choice``.
 
+    ``inverted``: the backbone inverts times itself, as the scheduler's ``invert_sigmas`` does.
     Raises PublishedError with every setting that is unknown or changes the process.
     """
     choice = choice or ProcessChoice()
@@ -223,7 +236,9 @@ def process_of_scheduler(
         values |= drawn_times(Objective(choice.objective))
         kept = {}
     else:
-        read = {Objective.FLOW: _flow_values, Objective.EDM: _edm_values, Objective.V: _beta_values}
+        of_flow: _Reader = partial(_flow_values, inverted=inverted)
+        read: dict[Objective, _Reader]
+        read = {Objective.FLOW: of_flow, Objective.EDM: _edm_values, Objective.V: _beta_values}
         values = read[own](settings, choice, faults)
         if not own.has_betas:
             drawn = config.get(OURS)
@@ -348,13 +363,13 @@ def _edm_values(
 
 
 def _flow_values(
-    settings: Mapping[str, Any], choice: ProcessChoice, faults: list[str]
+    settings: Mapping[str, Any], choice: ProcessChoice, faults: list[str], inverted: bool
 ) -> dict[str, Any]:
     values: dict[str, Any] = {
         "objective": Objective.FLOW,
         "num_timesteps": int(settings["num_train_timesteps"]),
     }
-    if settings.get("invert_sigmas"):
+    if settings.get("invert_sigmas") and not inverted:
         faults.append("invert_sigmas: times run from the sample to the noise")
     if "flow_shift" in settings and settings.get("prediction_type") == "flow_prediction":
         values["shift"] = settings["flow_shift"]

@@ -502,6 +502,7 @@ def sample_parts(
         noises=noises,
         flow_grid=sampler.flow_grid,
         norms=model.rules.norms,
+        even_grid=model.rules.grid,
     )
 
 

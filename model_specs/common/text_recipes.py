@@ -71,14 +71,12 @@ _MASKED_STATES = {"context": ((_FIRST_LAST,),), "context_mask": ((Part(1, State.
 COGVIDEOX = _T5
 LTX = replace(_T5, fields=_MASKED_STATES)
 MOCHI = replace(LTX, masked=frozenset({1}), no_tokens_if_empty=True)
-WAN = replace(
-    _T5,
-    kinds={1: ComponentKind.UMT5},
-    masked=frozenset({1}),
-    right_padded=frozenset({1}),
-    trimmed=frozenset({1}),
-    cleaning=Cleaning.PROMPT,
+CHROMA = replace(LTX, masked=frozenset({1}), inversions=True)
+"""Recipe of Chroma. The backbone itself adds the first padding token to the mask."""
+AURA_FLOW = replace(
+    _T5, kinds={1: ComponentKind.UMT5}, masked=frozenset({1}), trimmed=frozenset({1})
 )
+WAN = replace(AURA_FLOW, right_padded=frozenset({1}), cleaning=Cleaning.PROMPT)
 HUNYUAN_VIDEO = TextRecipe(
     {
         "context": ((Part(1, State.HIDDEN, -3),),),
@@ -170,6 +168,8 @@ BY_CLASS: dict[str, tuple[TextRecipe, ...]] = {
     "CogVideoXTransformer3DModel": (COGVIDEOX,),
     "LTXVideoTransformer3DModel": (LTX,),
     "MochiTransformer3DModel": (MOCHI,),
+    "ChromaTransformer2DModel": (CHROMA,),
+    "AuraFlowTransformer2DModel": (AURA_FLOW,),
     "QwenImageTransformer2DModel": (QWEN_IMAGE, QWEN_IMAGE_EDIT),
     "Flux2Transformer2DModel": (FLUX2, FLUX2_KLEIN),
     "Lumina2Transformer2DModel": (LUMINA2,),

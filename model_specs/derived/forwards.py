@@ -41,6 +41,18 @@ def negated(module: Any) -> Forward:
     return call
 
 
+def reversed_flow(module: Any) -> Forward:
+    """Mochi: times run from noise (0) to the sample (1000), and the prediction likewise."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def call(timestep: Any, **given: Any) -> Any:
+        given = {**given, "timestep": 1000 - timestep, "return_dict": False}
+        return -_only(forward(**given))
+
+    return call
+
+
 def scaled_guidance(factor: float) -> Around:
     """Wrapper that scales the guidance, as the class's pipeline does before the call."""
 

@@ -14,7 +14,7 @@ from megatron_pulse.backbone.appended_fields import (
     KNOWN_VIDEO,
     MASKED_IMAGE,
 )
-from model_specs.derived.forwards import scaled_guidance
+from model_specs.derived.forwards import reversed_flow, scaled_guidance
 from model_specs.derived.inputs import Around, Config, Declared, Input, Known, SameInput, Sizes
 from model_specs.derived.references import NO_REFERENCE, repeated, shifted, with_reference
 from model_specs.derived.two_times import with_given_frames
@@ -236,7 +236,7 @@ def _mochi(config: Config, size: Sizes) -> Declared:
         Input("encoder_hidden_states", (length, config.text_embed_dim), field="context"),
         Input("encoder_attention_mask", (length,), "bool", "context_mask"),
     )
-    return Declared("hidden_states", "timestep", inputs)
+    return Declared("hidden_states", "timestep", inputs, around=reversed_flow)
 
 
 def _ltx(config: Config, size: Sizes) -> Declared:

@@ -195,6 +195,63 @@ CASES = {
         packed=lambda pipeline, noise: pipeline._pack_latents(noise, 2, 4, 4, 6),
         unpacked=lambda pipeline, made: pipeline._unpack_latents(made, 32, 48, 8).squeeze(2),
     ),
+    "chroma": Case(
+        diffusers.ChromaPipeline,
+        diffusers.ChromaTransformer2DModel,
+        {
+            "patch_size": 1, "in_channels": 16, "num_layers": 1, "num_single_layers": 1,
+            "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 8,
+            "axes_dims_rope": (4, 4, 8), "approximator_num_channels": 8,
+            "approximator_hidden_dim": 16, "approximator_layers": 1,
+        },
+        KL,
+        (("t5", "T5EncoderModel"),),
+        (4, 8, 8),
+        (*sizes(height=8, width=8, text_length=7), *NEGATIVE),
+        {
+            "negative_prompt": ["old cat"] * 2, "guidance_scale": 2.0, "height": 16, "width": 16,
+            "max_sequence_length": 7,
+        },
+        packed=lambda pipeline, noise: pipeline._pack_latents(noise, 2, 4, 8, 8),
+        unpacked=lambda pipeline, made: pipeline._unpack_latents(made, 16, 16, 2),
+        atol=2e-5,  # its thousandfold times, once divided and once multiplied
+    ),
+    "aura_flow": Case(
+        diffusers.AuraFlowPipeline,
+        diffusers.AuraFlowTransformer2DModel,
+        {
+            "sample_size": 8, "patch_size": 2, "in_channels": 4, "num_mmdit_layers": 1,
+            "num_single_dit_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2,
+            "joint_attention_dim": 8, "caption_projection_dim": 16, "out_channels": 4,
+            "pos_embed_max_size": 16,
+        },
+        KL,
+        (("umt5", "UMT5EncoderModel"),),
+        (4, 8, 8),
+        (*sizes(height=8, width=8, text_length=7), *NEGATIVE, "--flow-grid", "scheduler"),
+        {
+            "negative_prompt": ["old cat"] * 2, "guidance_scale": 2.0, "height": 16, "width": 16,
+            "max_sequence_length": 7,
+        },
+    ),
+    "mochi": Case(
+        diffusers.MochiPipeline,
+        diffusers.MochiTransformer3DModel,
+        {
+            **HEADS, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4,
+            "pooled_projection_dim": 16, "text_embed_dim": 8, "time_embed_dim": 8,
+            "max_sequence_length": 7, "patch_size": 2,
+        },
+        "mochi",
+        (("t5", "T5EncoderModel"),),
+        (4, 2, 4, 6),
+        (*sizes(frames=2, height=4, width=6), *NEGATIVE),
+        {
+            "negative_prompt": ["old cat"] * 2, "guidance_scale": 2.0, "num_frames": 7,
+            "max_sequence_length": 7, "height": 32, "width": 48,
+        },
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
+    ),
     "lumina2": Case(
         diffusers.Lumina2Pipeline,
         diffusers.Lumina2Transformer2DModel,

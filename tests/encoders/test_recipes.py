@@ -171,6 +171,30 @@ def hunyuan_video_15(folder: Path, text: str) -> tuple[Any, Any]:
     return found[0], found[1]
 
 
+def chroma(folder: Path, text: str) -> tuple[Any, Any]:
+    """The pipeline's mask has one token more, which our backbone adds."""
+    parts = components(folder, 1)
+    pipeline = diffusers.ChromaPipeline(vae=None, transformer=None, scheduler=None, **parts)
+    found = []
+    for each in (text, ""):
+        states, _, mask, *_ = pipeline.encode_prompt(
+            each, device="cpu", max_sequence_length=7, do_classifier_free_guidance=False
+        )
+        tokens = parts["tokenizer"](each, padding="max_length", max_length=7, truncation=True)
+        seen = torch.tensor(tokens["attention_mask"])
+        assert mask.sum() == min(seen.sum() + 1, 7)
+        found.append({"context": states, "context_mask": seen[None]})
+    return found[0], found[1]
+
+
+def aura_flow(folder: Path, text: str) -> tuple[Any, Any]:
+    pipeline = diffusers.AuraFlowPipeline(
+        vae=None, transformer=None, scheduler=None, **components(folder, 1)
+    )
+    states, _, null, _ = pipeline.encode_prompt(text, device="cpu", max_sequence_length=7)
+    return {"context": states}, {"context": null}
+
+
 def qwen_image(folder: Path, text: str) -> tuple[Any, Any]:
     """States of texts without padding, then padded."""
     pipeline = diffusers.QwenImagePipeline(
@@ -286,6 +310,13 @@ CASES: dict[str, tuple[TextRecipe, list[Any], Any, dict[str, Any]]] = {
         hunyuan_video_15,
         {**_HUNYUAN_SHAPES, "context_byt5": (7, 12), "context_byt5_mask": (7,)},
     ),
+    "chroma": (
+        text_recipes.CHROMA,
+        ["t5"],
+        chroma,
+        {"context": (7, 8), "context_mask": (7,)},
+    ),
+    "aura_flow": (text_recipes.AURA_FLOW, ["umt5"], aura_flow, {"context": (7, 8)}),
     "qwen_image": (
         text_recipes.QWEN_IMAGE,
         ["qwen_vl"],
