@@ -29,6 +29,7 @@ A name with a colon is not a registered configuration. It names the user's modul
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -67,6 +68,7 @@ from model_specs.derived.diffusers_modules import read_published as read_publish
 from model_specs.derived.diffusers_modules import weights_folder as weights_folder
 from model_specs.derived.family import DTYPE as DTYPE
 from model_specs.derived.family import DerivedFamily
+from model_specs.derived.names import PREFIX as CASCADE_PREFIX
 from model_specs.derived.names import allow as allow
 from model_specs.derived.names import family_of, options_of, parts_of, require_known
 from model_specs.derived.names import is_cascade as is_cascade
@@ -198,6 +200,7 @@ def _load_cascade(name: str, options: Mapping[str, Value]) -> Backbone:
         for chain, backbone in parts_of(name).items()
     }
     joined = cascade(parts)
+    name = CASCADE_PREFIX + ",".join(f"{c}={part.record['name']}" for c, part in parts.items())
     record = {
         "name": name,
         "family": CASCADE,
@@ -211,11 +214,35 @@ def _load_cascade(name: str, options: Mapping[str, Value]) -> Backbone:
 
 
 def part_record(record: Mapping[str, Any], chain: str) -> dict[str, Any]:
-    """Record of one chain within a cascade's record; ValueError for an unknown chain."""
+    """Record of one chain within a cascade's record, with its part of an adapter.
+
+    Raises ValueError for an unknown chain.
+    """
     parts = parts_of(record["name"])
     if chain not in parts:
         raise ValueError(f"{record['name']} has no chain {chain!r}: {', '.join(parts)}")
-    return dict(load_backbone(parts[chain], options_of(chain, record["options"])).record)
+    part = load_backbone(parts[chain], options_of(chain, record["options"]))
+    trained = trained_part(record)
+    own: dict[str, Any] = {}
+    if trained.quantization is not None:
+        own["quantization"] = trained.quantization
+    if trained.adapter is not None:
+        adapter = Adapter.from_record(trained.adapter)
+        if targets := _targets_of(chain, part, adapter):
+            own["adapter"] = dataclasses.replace(adapter, targets=targets).to_record()
+    return {**part.record, **own}
+
+
+def _targets_of(chain: str, part: Backbone, adapter: Adapter) -> tuple[str, ...]:
+    """Targets of a cascade's adapter that are layers of ``part``, by their names in it."""
+    from model_specs.common.adapters import adapt
+    from model_specs.common.attach_adapter import adaptable_layers
+
+    layers = adaptable_layers(part, functools.partial(adapt, {"": _rules(part)}))
+    own = [target.removeprefix(f"{chain}.") for target in adapter.targets]
+    return tuple(
+        t for t in own if any(map(dataclasses.replace(adapter, targets=(t,)).matches, layers))
+    )
 
 
 def check_options(name: str, options: Mapping[str, Value]) -> None:
@@ -232,11 +259,16 @@ def check_options(name: str, options: Mapping[str, Value]) -> None:
 def in_dtype(
     name: str, options: Mapping[str, Value], dtype: str, by: str = "the run"
 ) -> Mapping[str, Value]:
-    """``options`` with the parameter dtype of the run added for an exported module.
+    """``options`` with the parameter dtype of the run added for exported modules.
 
     Raises ValueError if ``options`` already name another dtype. ``by`` names the source of
     ``dtype`` in the error.
     """
+    if is_cascade(name):
+        for chain, part in parts_of(name).items():
+            found = in_dtype(part, options_of(chain, options), dtype, by)
+            options = {**options, **{f"{chain}.{key}": value for key, value in found.items()}}
+        return options
     if not is_module(name):
         return options
     if options.get(DTYPE, dtype) != dtype:
@@ -281,18 +313,25 @@ def trained_as(
         from megatron_pulse.tracing.from_module import with_quantization
 
         dtype = None if quantized_from is None else getattr(torch, quantized_from)
-        backbone = with_quantization(backbone, part.quantization, dtype)
+        kind, chains = part.quantization, backbone.parts
+        if chains:
+            held = {c: with_quantization(one, kind, dtype) for c, one in chains.items()}
+            record = {**backbone.record, "quantization": kind}
+            backbone = dataclasses.replace(cascade(held), name=backbone.name, record=record)
+        else:
+            backbone = with_quantization(backbone, kind, dtype)
     if part.adapter is not None:
         from megatron_pulse.adapters.files import read_adapter
         from megatron_pulse.tracing.from_module import source_of
         from model_specs.common.adapters import adapt
         from model_specs.common.attach_adapter import with_adapter
 
-        if part.adapter["type"] == "lokr" and source_of(backbone) is None:
-            raise ValueError(
-                f"{backbone.name} is a hand-written family, which takes no lokr. Train lora or "
-                "dora, or its diffusers class (diffusers:FOLDER)"
-            )
+        for each in backbone.parts.values() or (backbone,):
+            if part.adapter["type"] == "lokr" and source_of(each) is None:
+                raise ValueError(
+                    f"{each.name} is a hand-written family, which takes no lokr. Train lora or "
+                    "dora, or its diffusers class (diffusers:FOLDER)"
+                )
         start = None if adapter_weights is None else read_adapter(Path(adapter_weights))
         rules = {chain: _rules(one) for chain, one in (backbone.parts or {"": backbone}).items()}
         of_rules = functools.partial(adapt, rules)
@@ -384,6 +423,15 @@ def changed_options(backbone: Backbone) -> dict[str, str]:
         for key, value in backbone.record["options"].items()
         if named[key] != value
     }
+
+
+def weights_folders(name: str) -> dict[str, Path | None]:
+    """``weights_folder`` of each chain of the named backbone; the key is empty for one chain."""
+    parts = {"": name}
+    if is_cascade(name):
+        with contextlib.suppress(ValueError):  # loading the backbone reports it
+            parts = parts_of(name)
+    return {chain: weights_folder(part) for chain, part in parts.items()}
 
 
 def published_form(backbone: Backbone) -> Published | None:
@@ -487,7 +535,7 @@ def with_texts_of(
     """``options`` of a diffusers class, with the text length of a pipeline's tokenizers added.
 
     The pipeline is in ``folder``, or is the folder that ``name`` gives. Nothing is added if the
-    options state a length, or if the pipeline truncates texts to a requested length.
+    options state a length, if the pipeline truncates texts to a requested length, or for a cascade.
     """
     if not name.startswith(DIFFUSERS) or options.keys() & {*_LENGTHS, BUCKETS}:
         return options

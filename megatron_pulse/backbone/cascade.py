@@ -33,7 +33,6 @@ def cascade(parts: Mapping[str, Backbone]) -> Backbone:
     - fewer than two parts;
     - names that cannot prefix parameter names;
     - parts that are invalid or cascades;
-    - modules whose parameters have names of the whole model;
     - samples of several shapes.
     """
     if faults := _faults(parts):
@@ -65,8 +64,6 @@ def _faults(parts: Mapping[str, Backbone]) -> list[str]:
         faults += [f"{name}: {fault}" for fault in check_backbone(part)]
         if part.parts:
             faults.append(f"{name}: is a cascade itself: name its backbones here")
-        elif any(layer.qualified for layer in part.layers):
-            faults.append(f"{name}: a module by name cannot be part of a cascade")
         elif part.layers and part.num_shapes > 1:
             faults.append(f"{name}: samples of several shapes cannot be part of a cascade")
     return faults

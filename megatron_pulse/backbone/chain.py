@@ -76,8 +76,8 @@ class Layer:
 
     - ``name``: prefix of the layer's parameters in checkpoints. At construction, torch's generator
       has a seed of the layer's own.
-    - ``qualified``: parameters have names of the whole model, without prefix. At construction,
-      torch's generator has the run's seed.
+    - ``qualified``: parameters have names of their whole chain, without the layer's name. At
+      construction, torch's generator has the run's seed.
     - ``pushes``: index of the *boundary output* that each pushed skip is, by name. In every known
       backbone a skip is the output of a layer; see torchgpipe's stash/pop.
     - ``provides``: conditioning tensors computed for any later layer, such as a timestep embedding.
@@ -129,7 +129,9 @@ class Layer:
     @property
     def prefix(self) -> str:
         """Prefix of the module's parameter names in the whole model."""
-        return "" if self.qualified else f"{self.name}."
+        if self.qualified:
+            return f"{self.chain}." if self.chain else ""
+        return f"{self.name}."
 
 
 @dataclass(frozen=True)

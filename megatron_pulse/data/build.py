@@ -435,10 +435,15 @@ def several_parts(spec: str | None) -> bool:
 
 
 def data_of_chains(spec: str | None, chains: Sequence[str]) -> dict[str, str]:
-    """Value of ``--pulse-data`` for every chain; raises DataError if a chain is missing."""
+    """Value of ``--pulse-data`` for every chain; raises DataError if a chain is missing.
+
+    One value may serve all chains, as with ``encoders_of_chains``.
+    """
     if spec is None:
         raise no_data_named()
     parts = _split_by_chain(spec, chains)
+    if len(parts) == 1:
+        return dict.fromkeys(chains, spec)
     found = dict(zip(parts[1::2], parts[2::2], strict=True))
     missing = [chain for chain in chains if not found.get(chain)]
     others = re.findall(r",([A-Za-z]\w*)=", ",".join(["", *found.values()]))

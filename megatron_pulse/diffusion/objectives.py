@@ -242,6 +242,18 @@ class DiffusionProcess:
             return [f"shift is {self.shift}; it must be positive (1 is none)"]
         return []
 
+    def experts(self, boundary: float) -> tuple[DiffusionProcess, DiffusionProcess]:
+        """Processes of two experts: of the times from ``boundary`` on, and of those below it.
+
+        Raises ValueError for a boundary that is not within the range of times.
+        """
+        if not self.min_time < boundary < self.max_time:
+            raise ValueError(
+                f"the boundary {boundary:g} of two experts is not within the times that are "
+                f"trained, {self.min_time:g} to {self.max_time:g}"
+            )
+        return replace(self, min_time=boundary), replace(self, max_time=boundary)
+
     def for_tokens(self, num_tokens: int) -> DiffusionProcess:
         """Process for pictures of ``num_tokens`` tokens: a dynamic shift becomes a number."""
         if not isinstance(self.shift, DynamicShift):

@@ -1,23 +1,64 @@
-"""Sampling with two experts, each for its range of times, as Wan 2.2 A14B does.
+"""Two experts, each for its range of times, as Wan 2.2 A14B has: training and sampling.
 
 diffusers' ``transformer`` denoises at times from ``boundary_ratio`` on, ``transformer_2`` below.
+Both are trained in one run as the two chains of a cascade, in this order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_pulse.errors import format_faults
+from megatron_pulse.errors import Faults, collecting, format_faults, naming
 from megatron_pulse.runtime.tensor_settings import compute_device
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_pulse.backbone.chain import Backbone
+    from megatron_pulse.diffusion.objectives import DiffusionProcess
     from megatron_pulse.diffusion.sampling import Fields
     from megatron_pulse.integration.sampling import TrainedModel
+
+BOUNDARY = "--pulse-boundary-ratio"
+
+
+def processes_of_experts(
+    process: DiffusionProcess, backbone: Backbone, boundary: float
+) -> dict[str, DiffusionProcess]:
+    """Process of each chain of a cascade of two experts, of which the first has later times.
+
+    Raises Faults if the chains are no experts of one model, or ``process`` has other times.
+    """
+    faults, named = list[str](), f"{BOUNDARY} {boundary:g}"
+    found = process, process
+    with collecting(faults, (ValueError,)), naming(named):
+        found = process.experts(boundary)
+    parts = list(backbone.parts.items())
+    if len(parts) != 2:
+        faults.append(f"{named}: two experts are two chains, and {backbone.name} has {len(parts)}")
+    else:
+        (high, one), (low, other) = parts
+        unlike = list(_unlike(one, other))
+        if one.record["family"] != other.record["family"]:
+            unlike = [f"they are {one.name} and {other.name}"]
+        faults += [
+            f"{named}: {high} and {low} must be experts of one model: {fault}" for fault in unlike
+        ]
+    if faults:
+        raise Faults(faults)
+    return dict(zip(backbone.parts, found, strict=True))
+
+
+def _unlike(high: Backbone, low: Backbone) -> Iterator[str]:
+    if high.sample_spec != low.sample_spec:
+        yield f"samples are {high.sample_spec} and {low.sample_spec}"
+    if high.batch_fields != low.batch_fields:
+        read = ", ".join(sorted(high.batch_fields)), ", ".join(sorted(low.batch_fields))
+        yield f"they read {read[0]} and {read[1]}, or of other shapes"
 
 
 def with_low_noise(
@@ -54,11 +95,7 @@ def _faults(
     high: TrainedModel, low: TrainedModel, boundary: float, is_of_training: bool
 ) -> list[str]:
     faults = [f"diffusion process: {each}" for each in high.process.differences(low.process)]
-    if high.backbone.sample_spec != low.backbone.sample_spec:
-        faults.append(f"samples are {high.backbone.sample_spec} and {low.backbone.sample_spec}")
-    if high.backbone.batch_fields != low.backbone.batch_fields:
-        read = ", ".join(sorted(high.backbone.batch_fields)), ", ".join(low.backbone.batch_fields)
-        faults.append(f"they read {read[0]} and {read[1]}, or of other shapes")
+    faults += _unlike(high.backbone, low.backbone)
     ranges = [(each.process.min_time, each.process.max_time) for each in (low, high)]
     if not 0 < boundary < 1:
         faults.append("no boundary between them is known: give --boundary-ratio (Wan 2.2: 0.875)")

@@ -34,6 +34,7 @@ from megatron_pulse.integration.checkpoint.starting_point import (
     set_load_flags,
 )
 from megatron_pulse.integration.data_shapes import with_data_shapes
+from megatron_pulse.integration.experts import BOUNDARY
 from megatron_pulse.integration.flags.context_flags import context_rank
 from megatron_pulse.integration.flags.flag_constraints import check_megatron
 from megatron_pulse.integration.flags.parse import CommandLine, parse
@@ -229,6 +230,12 @@ def _lay_cascade(args: argparse.Namespace, line: CommandLine) -> Iterator[str]:
     """Set the placement of a cascade; yield faults of flags that a cascade does not support."""
     name = args.pulse_backbone or ""
     if not is_cascade(name):
+        if args.pulse_boundary_ratio is not None:
+            yield (
+                f"{BOUNDARY} is for two experts in one run: --pulse-backbone "
+                "cascade:high=NAME,low=NAME. One expert alone has --pulse-min-time or "
+                "--pulse-max-time"
+            )
         return
     try:
         chains = parts_of(name)
@@ -355,6 +362,9 @@ def prepare(
     with collecting(faults):
         start = find_start(args)
         process = process_of(start, options)
+    if start is not None and is_cascade(options.backbone or "") and options.boundary_ratio is None:
+        args.pulse_boundary_ratio = getattr(start.saved.arguments, "pulse_boundary_ratio", None)
+        options = replace(options, boundary_ratio=args.pulse_boundary_ratio)
     args.pulse_base = getattr(start.saved.arguments, "pulse_base", None) if start else None
     args.pulse_frozen_weights = None
     known = imported = None
@@ -491,7 +501,8 @@ def _own_share(args: argparse.Namespace, backbone: Backbone, rank: int, size: in
 
 def _undivided(backbone: Backbone, tensor_parallel: int) -> Iterator[str]:
     """Faults of tensor parallelism of an exported module, or beyond the attention's heads."""
-    if tensor_parallel > 1 and source_of(backbone) is not None:
+    chains = backbone.parts.values() or (backbone,)
+    if tensor_parallel > 1 and any(source_of(chain) is not None for chain in chains):
         yield (
             f"--tensor-model-parallel-size {tensor_parallel}: a module ({backbone.name}) has no "
             "tensor parallelism; the families of 'pulse backbones' have tensor and sequence "

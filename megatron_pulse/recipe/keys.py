@@ -187,6 +187,9 @@ class Process:
     mode_scale: float | None = key("of mode", "--pulse-mode-scale")
     min_time: NotNegative | None = key("train times from this share on", "--pulse-min-time")
     max_time: Positive | None = key("train times below this share", "--pulse-max-time")
+    boundary_ratio: Positive | None = key(
+        "share of the process where two experts of a cascade meet", "--pulse-boundary-ratio"
+    )
     self_conditioning: float | None = key(
         "share of steps with self-conditioning", "--pulse-self-conditioning"
     )

@@ -242,8 +242,13 @@ class Pipeline:
         own = self.state_dict()
         layers = self.plan.backbone.layers
         prefixes = tuple(layer.prefix for layer in layers if not layer.qualified)
-        qualified = built_elsewhere([la for la in layers if la.qualified], self._context)
-        names = {name for _, module in qualified for name, _ in module.named_parameters()}
+        qualified = [layer for layer in layers if layer.qualified]
+        prefix_of = {layer.name: layer.prefix for layer in qualified}
+        names = {
+            prefix_of[layer] + name
+            for layer, module in built_elsewhere(qualified, self._context)
+            for name, _ in module.named_parameters()
+        }
         faults = [f"{name} is missing" for name in own if name not in state]
         faults += [
             f"{name} belongs to no layer"

@@ -171,7 +171,7 @@ class Stage(Nest):
     def _register(self, spec: Layer, module: nn.Module) -> None:
         """Register a layer, or its parameters by name, in place of those before."""
         if spec.qualified:
-            own = dict(module.named_parameters())
+            own = {spec.prefix + name: value for name, value in module.named_parameters()}
             self._holders[spec.name] = register_parameters(self, own)
         else:
             container, leaf = container_of(self, spec.name)

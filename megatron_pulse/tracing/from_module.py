@@ -147,7 +147,9 @@ def require_equal_results(backbone: Backbone, module: nn.Module) -> None:
 
 
 def source_of(backbone: Backbone) -> ChainSource | None:
-    """Data shared by the layers of a derived chain; None for other backbones."""
+    """Data shared by the layers of a derived chain; None for other backbones and for cascades."""
+    if backbone.parts:
+        return None
     build = backbone.layers[0].build
     while isinstance(build, functools.partial) and build.func is not _build and build.args:
         build = build.args[0]  # a layer with some trained parameters wraps the build function
@@ -163,9 +165,10 @@ def module_of(backbone: Backbone) -> nn.Module:
 
 
 def check_weights(backbone: Backbone) -> None:
-    """Raise PublishedError if the weight files of a derived chain do not fit."""
-    if (source := source_of(backbone)) is not None:
-        source.weights.check()
+    """Raise PublishedError if the weight files of derived chains do not fit."""
+    for chain in backbone.parts.values() or (backbone,):
+        if (source := source_of(chain)) is not None:
+            source.weights.check()
 
 
 def _source(backbone: Backbone) -> ChainSource:
@@ -218,6 +221,9 @@ def with_quantization(backbone: Backbone, kind: str, dtype: torch.dtype | None =
 
 def buffers_of(backbone: Backbone) -> dict[str, torch.Tensor]:
     """Tensors saved with the weights of a derived chain's module but not trained."""
+    if backbone.parts:
+        parts = backbone.parts.items()
+        return {f"{c}.{name}": value for c, p in parts for name, value in buffers_of(p).items()}
     if source_of(backbone) is None:
         return {}
     module = module_of(backbone)
@@ -229,6 +235,11 @@ def buffers_of(backbone: Backbone) -> dict[str, torch.Tensor]:
 def tied_names(backbone: Backbone) -> dict[str, str]:
     """The other names that the module of a derived chain has for its tied weights, with those that
     layers have."""
+    if backbone.parts:
+        parts = backbone.parts.items()
+        return {
+            f"{c}.{name}": f"{c}.{own}" for c, p in parts for name, own in tied_names(p).items()
+        }
     if source_of(backbone) is None:
         return {}
     module = module_of(backbone)

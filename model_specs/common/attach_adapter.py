@@ -76,6 +76,11 @@ def with_adapter(
     return dataclasses.replace(backbone, layers=chain, record=record)
 
 
+def adaptable_layers(backbone: Backbone, adapt: Adapt = _itself) -> list[str]:
+    """Names of the layers whose weight takes an adapter, as adapter files have them."""
+    return [name for pair in _on_meta(backbone) for name in _adaptable(adapt, *pair)]
+
+
 def adapter_names(backbone: Backbone) -> dict[str, str]:
     """Names of an adapter's factors in the backbone, each with its name in files.
 

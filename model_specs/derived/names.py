@@ -2,13 +2,14 @@
 
   cascade:base=unet-mnist,upper=sd-v1.5        options base.sample_size=32, upper.train_batch=...
 
-Every part of a cascade is a named configuration of a family. An option begins with the name of its
-chain.
+Every part of a cascade is a named configuration of a family, or a module. An option begins with the
+name of its chain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from model_specs.common.options import Value
@@ -56,9 +57,16 @@ def _misnamed_file(name: str, file: Path) -> str:
 
 
 def allow(name: str) -> None:
-    """Permit running the code ``name`` names; for names from the command line of this process."""
-    if is_code(name):
-        allow_code(name)
+    """Permit running the code that ``name``, or a part of a cascade, names.
+
+    For names from the command line of this process.
+    """
+    named = [name]
+    if is_cascade(name):
+        with suppress(ValueError):  # loading the backbone reports it
+            named = list(parts_of(name).values())
+    for each in filter(is_code, named):
+        allow_code(each)
 
 
 def family_of(name: str) -> DerivedFamily:
@@ -84,13 +92,11 @@ def parts_of(name: str) -> dict[str, str]:
     parts: dict[str, str] = {}
     for text in name.removeprefix(PREFIX).split(","):
         chain, equals, backbone = text.partition("=")
-        if not (chain and equals and backbone) or chain in parts or ":" in backbone:
+        if not (chain and equals and backbone) or chain in parts:
             why = "is given twice" if chain in parts else "is not CHAIN=BACKBONE"
-            if ":" in backbone:
-                why = "is a module, which cannot be part of a cascade"
             raise ValueError(
                 f"{name}: {text!r} {why}. Write {PREFIX}base=NAME,upper=NAME, each NAME one of "
-                "'pulse backbones'"
+                "'pulse backbones', diffusers:FOLDER, diffusers:CLASS or FILE.py:FACTORY"
             )
         parts[chain] = backbone
     return parts

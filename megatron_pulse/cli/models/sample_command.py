@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -61,6 +62,7 @@ from megatron_pulse.dataclass_flags import (
     TO_MILLION,
     Range,
     add_flags,
+    flag_name,
     read_flags,
 )
 from megatron_pulse.diffusion.process_flags import (
@@ -206,7 +208,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--low-noise DIR",
         "checkpoint of the expert for times below the boundary (Wan 2.2: transformer_2); --load is "
-        "that for later ones",
+        "that for later ones (default: the other expert of --load, if it has two)",
         type=Path,
     )
     add(
@@ -315,6 +317,37 @@ def _load(args: argparse.Namespace, job: SamplingJob | None, on_host: bool = Fal
         )
 
 
+def _experts(args: argparse.Namespace) -> tuple[argparse.Namespace, argparse.Namespace | None]:
+    """Arguments that load the model, and those of the expert for low noise, if there is one.
+
+    A checkpoint of two experts has both, in this order.
+    """
+    own = _pair_in(args.load, args.iteration)
+    if args.low_noise is None and (args.chain is not None or not own):
+        return args, None
+    of_low: dict[str, Any] = {"load": args.low_noise, "iteration": None}
+    if args.low_noise is None:
+        of_low, args.low_noise = {}, args.load
+    if args.chain is None and own:
+        args.chain = own[0]
+    of_low["chain"] = next(iter(_pair_in(args.low_noise, of_low.get("iteration"))[1:]), None)
+    return args, argparse.Namespace(**{**vars(args), **of_low})
+
+
+def _pair_in(folder: Path, iteration: Any) -> tuple[str, ...]:
+    """Chains of the two experts in a checkpoint; none for others."""
+    prepare_megatron()
+    from megatron_pulse.integration.checkpoint.folders import CheckpointError
+    from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
+    from model_specs.derived.names import parts_of
+
+    with suppress(CheckpointError):  # loading reports it
+        saved = read_saved_run(folder, iteration)
+        if saved.boundary is not None:
+            return tuple(parts_of(saved.record["name"]))
+    return ()
+
+
 def _size(args: argparse.Namespace) -> dict[str, str]:
     """Options for samples of ``--height`` and ``--width``; empty without these flags."""
     if args.height is None:
@@ -353,10 +386,10 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
     from megatron_pulse.integration.experts import with_low_noise
     from megatron_pulse.integration.sampling import Sampler, sample_images
 
-    model, boundary = _load(args, job), 0.0
-    if args.low_noise is not None:
-        second = {"load": args.low_noise, "iteration": None}
-        low = _load(argparse.Namespace(**{**vars(args), **second}), None, on_host=True)
+    first, second = _experts(args)
+    model, boundary = _load(first, job), 0.0
+    if second is not None:
+        low = _load(second, None, on_host=True)
         with as_user_error(ValueError):
             model, boundary = with_low_noise(model, low, args.boundary_ratio)
     for change in model.changes:
@@ -516,10 +549,11 @@ def _check(args: argparse.Namespace) -> list[str]:
     ]
     if args.data is not None and args.from_data is None:
         faults.append("--data is for --from-data")
+    of_two = ("boundary_ratio", "low_noise_guidance")
+    given = [flag_name(name) for name in of_two if getattr(args, name) is not None]
     if args.low_noise is None:
-        for name in ("boundary-ratio", "low-noise-guidance"):
-            if getattr(args, name.replace("-", "_")) is not None:
-                faults.append(f"--{name} is for --low-noise")
+        if given and not (args.load.is_dir() and _pair_in(args.load, args.iteration)):
+            faults += [f"{name} is for --low-noise" for name in given]
     elif not args.low_noise.is_dir():
         faults.append(f"--low-noise {args.low_noise} is not a folder of a checkpoint")
     elif (args.devices or int(os.environ.get("WORLD_SIZE", "1"))) > 1:

@@ -7,8 +7,9 @@ alone. It records where the weights are, with a digest of them.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,27 @@ from megatron_pulse.integration.checkpoint.folders import (
 )
 from megatron_pulse.integration.checkpoint.integrity.hashes import read_hashes
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
-from model_specs import weights_folder
+from model_specs import weights_folder, weights_folders
 
 _TENSORS = ".distcp"
 """Suffix of files that hold tensors."""
 _ENDS = 4096
 """Bytes at either end of a tensor that its digest covers."""
+_SECOND = "transformer_2"
+"""Folder of a pipeline's second expert."""
 
 
 @dataclass(frozen=True)
 class FrozenWeights:
-    """Diffusers component, or ``imported`` weights, with the frozen weights of a run."""
+    """Diffusers component, or ``imported`` weights, with the frozen weights of a run.
+
+    ``chains`` has those of each chain of a cascade.
+    """
 
     folder: str
     digest: str
     imported: bool = False
+    chains: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of_run(
@@ -56,14 +63,29 @@ class FrozenWeights:
         """
         if options.adapter.record is None or options.train:
             return None
-        folder = weights_folder(options.backbone or "")
-        if folder is not None:
-            return cls(str(folder.absolute()), digest_of(folder))
+        folders = weights_folders(options.backbone or "")
+        found = {
+            chain: cls(str(folder.absolute()), digest_of(folder))
+            for chain, folder in folders.items()
+            if folder is not None
+        }
+        if found.keys() == folders.keys():
+            return found[""] if "" in found else cls._of_chains(found)
         if known is not None:
             return known._moved(pretrained) if known.imported else None
         if imported is None:
             return None
         return cls(str(imported.absolute()), _digest_of_imported(imported), imported=True)
+
+    @classmethod
+    def _of_chains(cls, parts: Mapping[str, FrozenWeights]) -> FrozenWeights:
+        folders = ", ".join(dict.fromkeys(part.folder for part in parts.values()))
+        digest = ",".join(part.digest for part in parts.values())
+        return cls(folders, digest, chains={c: part.to_record() for c, part in parts.items()})
+
+    def of_chain(self, chain: str) -> FrozenWeights:
+        """Frozen weights of one chain of a cascade."""
+        return FrozenWeights(**self.chains[chain])
 
     def _moved(self, pretrained: str | None) -> FrozenWeights:
         """These imported weights where they are now: in ``pretrained``, or in their place."""
@@ -94,6 +116,9 @@ class FrozenWeights:
             return self._located_import(place)
         remedy = "give --frozen-weights DIR, the folder of a pipeline or component with them"
         found = weights_folder(f"diffusers:{place}")
+        second = weights_folder(f"diffusers:{place / _SECOND}")
+        if second is not None and digest_of(second) == self.digest:
+            return second
         if found is None:
             raise UserError(
                 f"the frozen weights that the adapter was trained on were in {self.folder}; "

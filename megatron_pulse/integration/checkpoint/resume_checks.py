@@ -38,7 +38,7 @@ from megatron_pulse.integration.flags.pulse_options import (
     pulse_flags,
 )
 from megatron_pulse.profile.trainable import copies_reference, trained_part
-from model_specs import compare_models, weights_folder
+from model_specs import compare_models, weights_folders
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,15 @@ def process_of(start: StartingPoint | None, options: PulseOptions) -> DiffusionP
     """
     given = [flag_name(f"pulse_{name}") for name in options.process.said]
     if start is None:
-        folder = weights_folder(options.backbone or "")
-        if folder is not None and not options.new_process:
-            return read_process(folder, options.process, "--pulse-")[0]
-        if folder is None and options.new_process:
+        folders = [each for each in weights_folders(options.backbone or "").values() if each]
+        if folders and not options.new_process:
+            found = [read_process(folder, options.process, "--pulse-")[0] for folder in folders]
+            for folder, other in zip(folders, found, strict=True):
+                if different := found[0].differences(other):
+                    what = f"{folders[0]} and {folder} were trained with different processes"
+                    raise ValueError(format_faults(what, different))
+            return found[0]
+        if not folders and options.new_process:
             raise ValueError("--pulse-new-process: the run has no initial weights")
         with naming(*given):
             return chosen_process(options.process)

@@ -89,8 +89,13 @@ class SavedRun:
             arguments.pulse_record = part_record(self.record, chain)
         except ValueError as error:
             raise CheckpointError(f"{self.folder}: {error}") from error
+        chains = list(parts_of(self.record["name"]))
+        if self.boundary is not None:
+            processes = dict(zip(chains, self.process.experts(self.boundary), strict=True))
+            arguments.pulse_process = processes[chain].to_dict()
+        if (frozen := self.frozen_weights) is not None:
+            arguments.pulse_frozen_weights = frozen.of_chain(chain).to_record()
         if arguments.pulse_data is not None:
-            chains = list(parts_of(self.record["name"]))
             arguments.pulse_data = data_of_chains(arguments.pulse_data, chains)[chain]
             used = getattr(arguments, "pulse_encoders", None)
             arguments.pulse_encoders = encoders_of_chains(used, chains)[chain]
@@ -125,6 +130,11 @@ class SavedRun:
     def process(self) -> DiffusionProcess:
         """Diffusion process of the training."""
         return saved_process(self.arguments)
+
+    @property
+    def boundary(self) -> float | None:
+        """Share of the process where the two experts of a cascade meet; None without experts."""
+        return self.arguments.pulse_boundary_ratio if is_cascade(self.record["name"]) else None
 
     @property
     def base_pipelines(self) -> list[Path]:

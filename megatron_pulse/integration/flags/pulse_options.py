@@ -460,6 +460,13 @@ class PulseOptions:
     process: ProcessChoice = flags_of(
         ProcessChoice, unsaid="default: as the checkpoint; flow if new"
     )
+    boundary_ratio: float | None = flag(
+        "train the two chains of a cascade as experts: the first at times from this share on, the "
+        "second below (Wan 2.2: 0.875)",
+        metavar="T",
+        within=SHARE,
+        marks=[FlagMark.STEPS],
+    )
     new_process: bool = flag(
         "train the weights of --pretrained-checkpoint (or --load --finetune) for another "
         "diffusion process, given by the flags above; otherwise contradicting flags are refused",

@@ -25,7 +25,7 @@ from megatron_pulse.integration.flags.pulse_options import (
     pulse_flags,
 )
 from megatron_pulse.profile.roofline import PRESETS
-from model_specs import is_module, weights_folder
+from model_specs import is_module, weights_folders
 
 
 class FlagError(SystemExit):
@@ -205,7 +205,7 @@ def _check_quantization(options: PulseOptions) -> Iterator[str]:
     flag, backbone = f"--pulse-quantization {kind}", options.backbone or ""
     if options.train:
         yield f"{flag}: quantised weights cannot be trained. Leave --pulse-train out"
-    if weights_folder(backbone) is None:
+    if None in weights_folders(backbone).values():
         lacking = f", and {backbone} has none" if backbone else ""
         yield (
             f"{flag} quantises the weights of a diffusers folder{lacking}. Give --pulse-module "

@@ -15,6 +15,7 @@ from megatron_pulse.data.opened_images import OpenedImages
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.text_recipe import is_text
 from megatron_pulse.errors import Faults, collecting
+from megatron_pulse.integration.experts import processes_of_experts
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.loop_encoders import DeviceEncoders
 from megatron_pulse.integration.training_data import DiffusionData
@@ -29,9 +30,10 @@ type Batches = Iterator[dict[str, Tensor]]
 class CascadeData:
     """Data of every chain, opened as for a run of that chain alone (see ``DiffusionData``).
 
-    ``--pulse-data base=DATA,upper=DATA`` names them, and ``--pulse-encoders`` the encoders of all
-    or of some. ``--pulse-encoder-dropout`` is for chains that read texts. Raises Faults with all
-    faults.
+    ``--pulse-data base=DATA,upper=DATA`` names them, or one for all, and ``--pulse-encoders`` the
+    encoders of all or of some. ``--pulse-encoder-dropout`` is for chains that read texts.
+    ``--pulse-boundary-ratio`` makes two chains the experts of one model, each with its range of
+    times. Raises Faults with all faults.
     """
 
     def __init__(
@@ -45,8 +47,13 @@ class CascadeData:
         faults: list[str] = []
         self.parts: dict[str, DiffusionData] = {}
         reads_texts = False
-        folders = encoders_of_chains(options.encoders, tuple(backbone.parts))
-        for chain, data in data_of_chains(options.data, tuple(backbone.parts)).items():
+        chains = tuple(backbone.parts)
+        folders = encoders_of_chains(options.encoders, chains)
+        processes = dict.fromkeys(chains, process)
+        if options.boundary_ratio is not None:
+            with collecting(faults):
+                processes = processes_of_experts(process, backbone, options.boundary_ratio)
+        for chain, data in data_of_chains(options.data, chains).items():
             part, folder = backbone.parts[chain], folders[chain]
             own = replace(options, backbone=part.name, data=data, encoders=folder)
             if any(map(is_text, part.batch_fields)):
@@ -54,7 +61,7 @@ class CascadeData:
             else:
                 own = replace(own, encoder_dropout={})
             with collecting(faults, (ValueError, OSError)):
-                self.parts[chain] = DiffusionData(own, part, process, seed, images)
+                self.parts[chain] = DiffusionData(own, part, processes[chain], seed, images)
         if options.encoder_dropout and not reads_texts:
             faults.append("--pulse-encoder-dropout: no chain reads texts; leave it out")
         if faults:

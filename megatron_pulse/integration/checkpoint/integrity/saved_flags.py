@@ -45,6 +45,7 @@ _FLAGS: dict[str, tuple[str, tuple[type, ...]]] = {
     "pulse_lr_schedule": ("a mapping, or None", (dict, NoneType)),
     "pulse_ema_decay": _NUMBER,
     "pulse_self_conditioning": _NUMBER,
+    "pulse_boundary_ratio": _NUMBER,
     "pulse_reached_loss": _NUMBER,
     "pulse_reached_by": _TEXT,
     "consumed_train_samples": ("a whole number", (int,)),
