@@ -39,7 +39,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.adapters.adapter import Adapter
+from megatron_pulse.adapters.adapter import DEFAULT_TARGETS, Adapter
 from megatron_pulse.backbone.cascade import CASCADE, cascade
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError, require_valid
@@ -239,6 +239,8 @@ def _targets_of(chain: str, part: Backbone, adapter: Adapter) -> tuple[str, ...]
     from model_specs.common.attach_adapter import adaptable_layers
 
     layers = adaptable_layers(part, functools.partial(adapt, {"": _rules(part)}))
+    if adapter.targets in DEFAULT_TARGETS:
+        return adapter.targets if any(map(adapter.matches, layers)) else ()
     own = [target.removeprefix(f"{chain}.") for target in adapter.targets]
     return tuple(
         t for t in own if any(map(dataclasses.replace(adapter, targets=(t,)).matches, layers))

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
+from megatron.core import dist_checkpointing
+from safetensors.torch import load_file
 
+from megatron_pulse.cli.main import main
 from megatron_pulse.data.data_record import recorded_data
-from megatron_pulse.integration.checkpoint.folders import CheckpointError
+from megatron_pulse.integration.checkpoint.folders import CheckpointError, checkpoint_folder
+from tests.integration.clips import write_clips
 from tests.integration.runs import STEPS, TINY, Run, alone, pipeline, run
 from tests.ranks import RanksFailed, run_ranks, said_once
 
+LORA = "pytorch_lora_weights.safetensors"
+RANGES = {"high": "--pulse-min-time", "low": "--pulse-max-time"}
+CLIPS = {"frames": 2, "height": 4, "width": 4, "text_length": 6}
+EXPERT = {
+    "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 12,
+    "text_dim": 8, "freq_dim": 16, "ffn_dim": 24, "num_layers": 1, "rope_max_seq_len": 16,
+}  # fmt: skip
 CHAINS = {"base": "uvit", "upper": "unet"}
 
 
@@ -98,6 +110,84 @@ def test_what_a_cascade_cannot_be_is_told_at_once() -> None:
         "options must begin with a chain name, e.g. base.depth; faulty: depth",
     ):
         assert part in said, said
+    flags = [*CASCADE, *STEPS, *pipeline(2), "--pulse-data", "base=digits8"]
     with pytest.raises(RanksFailed) as failed:
-        run(2, *CASCADE, *STEPS, *pipeline(2), "--pulse-data", "base=digits8", backbone="none")
-    assert said_once(failed.value, "--pulse-data base=digits8: no data for upper")
+        run(2, *flags, *experts(0.9), "--pulse-min-time", "0.95", backbone="none")
+    for part in (
+        "--pulse-data base=digits8: no data for upper",
+        "the boundary 0.9 of two experts is not within the times that are trained, 0.95 to 1",
+        "base and upper must be experts of one model: they are uvit-tiny and unet-tiny",
+    ):
+        assert said_once(failed.value, part), part
+    with pytest.raises(RanksFailed) as failed:
+        run(1, *STEPS, *experts(0.9))
+    assert said_once(failed.value, "--pulse-boundary-ratio is for two experts in one run")
+
+
+def experts(boundary: float) -> list[str]:
+    return ["--pulse-boundary-ratio", str(boundary)]
+
+
+def test_two_experts_train_as_each_does_alone() -> None:
+    """All weights of a fold, each expert at its times, on the same data."""
+    named = [
+        f"{chain}.{flag}" if "=" in flag else flag for chain in RANGES for flag in TINY["uvit"][2:]
+    ]
+    flags = ["--pulse-backbone", "cascade:high=uvit-tiny,low=uvit-tiny", *named]
+    got = run(2, *flags, *STEPS, *pipeline(2), *experts(0.6), backbone="none")
+    ranges = {chain: (flag, "0.6") for chain, flag in RANGES.items()}
+    require_each(got, {chain: alone(*STEPS, *times) for chain, times in ranges.items()})
+
+
+def test_adapters_of_two_experts_of_wan_2_2(tmp_path: Path) -> None:
+    """On the weights of a pipeline's folders, which checkpoints leave out; sampled as a pair."""
+    write_clips(tmp_path / "data")
+    folders = {"high": tmp_path / "wan/transformer", "low": tmp_path / "wan/transformer_2"}
+    for seed, folder in enumerate(folders.values()):
+        torch.manual_seed(seed)
+        diffusers.WanTransformer3DModel(**EXPERT).save_pretrained(folder)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.save_pretrained(tmp_path / "wan/scheduler")
+    flags = ["--global-batch-size", "4", "--train-iters", "2", "--lr", "1e-2"]
+    flags += ["--pulse-adapter", "lora", "--pulse-adapter-rank", "2", "--pulse-ema-decay", "0"]
+    flags += ["--pulse-data", f"latents:{tmp_path / 'data'}", "--save-interval", "2"]
+
+    def trained(num_ranks: int, name: str, save: str, chains: Iterable[str], *more: str) -> Run:
+        sizes = [f"{chain}{key}={value}" for chain in chains for key, value in CLIPS.items()]
+        options = [word for size in sizes for word in ("--pulse-option", size)]
+        given = ["--pulse-backbone", name, *options, *flags, "--save", str(tmp_path / save)]
+        return run(num_ranks, *given, *more, backbone="none")
+
+    one = {
+        chain: trained(1, f"diffusers:{folder}", chain, [""], RANGES[chain], "0.875")
+        for chain, folder in folders.items()
+    }
+    both = ",".join(f"{chain}=diffusers:{folder}" for chain, folder in folders.items())
+    of_chains = [f"{chain}." for chain in folders]
+    cascade = [2, f"cascade:{both}", "both", of_chains, *pipeline(2)]
+    got = trained(*cascade, *experts(0.875), "--exit-interval", "1")
+    got = trained(*cascade)
+    for chain, expected in one.items():
+        assert [found[chain] for found in got.losses] == expected.losses[1:]
+        for name, value in expected.weights.items():
+            assert torch.equal(got.weights[f"{chain}.{name}"], value), (chain, name)
+    saved = checkpoint_folder(tmp_path / "both")
+    held = dist_checkpointing.load_tensors_metadata(str(saved))
+    assert not [name for name in held if name.endswith("to_q.weight")]
+
+    how = ["--from-data", "1", "--per-class", "1", "--steps", "4", "--raw", "--noise", "diffusers"]
+    samples = []
+    for name, loads in {"both": ["both"], "two": ["high", "--low-noise", "low"]}.items():
+        words = [str(tmp_path / word) if word in ("both", *folders) else word for word in loads]
+        file = str(tmp_path / f"{name}.safetensors")
+        assert main(["sample", "--load", *words, *how, "-o", file]) == 0
+        samples.append(load_file(file)["samples"])
+    assert torch.equal(*samples)
+    for chain in folders:
+        for load, of in (("both", ["--chain", chain]), (chain, [])):
+            folder = ["--to", str(tmp_path / f"{load}-{chain}"), "--raw"]
+            assert main(["export", "--load", str(tmp_path / load), *of, *folder]) == 0
+        files = [tmp_path / f"{load}-{chain}" / LORA for load in ("both", chain)]
+        factors, expected = map(load_file, files)
+        assert factors.keys() == expected.keys()
+        assert all(torch.equal(factors[name], value) for name, value in expected.items())

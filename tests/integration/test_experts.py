@@ -11,25 +11,17 @@ from safetensors.torch import load_file
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.data.build import open_dataset
-from megatron_pulse.data.dataset import FieldSpec
-from megatron_pulse.data.latents.layout import LatentLayout, LatentType
-from megatron_pulse.data.latents.writer import LatentWriter
 from tests.encoders.test_videos import WAN
+from tests.integration.clips import SHAPE, write_clips
 from tests.integration.runs import run
 
-SHAPE = (4, 2, 4, 4)
 SIZES = {"frames": 2, "height": 4, "width": 4, "text_length": 6}
 STEPS = ["--global-batch-size", "2", "--train-iters", "1", "--pulse-conditioning", "send"]
 
 
 def test_samples_are_those_of_wan_2_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of experts that were trained each in its range, where their ranges meet."""
-    text = torch.randn(20, 6, 8, generator=torch.Generator().manual_seed(1))
-    layout = LatentLayout(SHAPE, 1, LatentType.FLOAT32, {"context": FieldSpec((6, 8))})
-    with LatentWriter(tmp_path / "data", layout, {}, 20) as writer:
-        for number in writer.share(0, 1):
-            for i in writer.begin(number):
-                writer.add(torch.full(SHAPE, 0.1 * i), 0, {"context": text[i]})
+    write_clips(tmp_path / "data")
     names = {"high": "transformer", "low": "transformer_2"}
     ranges = {"high": ["--pulse-min-time", "0.875"], "low": ["--pulse-max-time", "0.875"]}
     for seed, name in enumerate(names):

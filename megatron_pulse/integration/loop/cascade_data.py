@@ -46,19 +46,21 @@ class CascadeData:
     ) -> None:
         faults: list[str] = []
         self.parts: dict[str, DiffusionData] = {}
-        reads_texts = False
+        parts = backbone.parts.values()
+        reads_texts = any(is_text(name) for part in parts for name in part.batch_fields)
         chains = tuple(backbone.parts)
         folders = encoders_of_chains(options.encoders, chains)
         processes = dict.fromkeys(chains, process)
         if options.boundary_ratio is not None:
             with collecting(faults):
                 processes = processes_of_experts(process, backbone, options.boundary_ratio)
-        for chain, data in data_of_chains(options.data, chains).items():
+        data_of: Mapping[str, str] = {}
+        with collecting(faults):
+            data_of = data_of_chains(options.data, chains)
+        for chain, data in data_of.items():
             part, folder = backbone.parts[chain], folders[chain]
             own = replace(options, backbone=part.name, data=data, encoders=folder)
-            if any(map(is_text, part.batch_fields)):
-                reads_texts = True
-            else:
+            if not any(map(is_text, part.batch_fields)):
                 own = replace(own, encoder_dropout={})
             with collecting(faults, (ValueError, OSError)):
                 self.parts[chain] = DiffusionData(own, part, processes[chain], seed, images)
