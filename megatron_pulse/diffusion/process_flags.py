@@ -198,12 +198,11 @@ class ProcessChoice:
     )
 
     mode_scale: float | None = flag(
-        "scale of the mode density: above 0 more times in the middle (new process: 1.29)",
+        "of mode: above 0 more in the middle (new: 1.29)",
         metavar="S",
     )
     min_time: float | None = flag(
-        "train only times from this share on, 0 (data) to 1 (noise), e.g. of one of two experts "
-        "(new process: 0)",
+        "train only times from this share on, 0 data, 1 noise",
         metavar="T",
     )
     max_time: float | None = flag("train only times below this share (new process: 1)", metavar="T")

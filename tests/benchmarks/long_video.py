@@ -59,6 +59,7 @@ _WAN, _HUNYUAN, _LTX = (
     )
 )
 MODELS: Mapping[str, Model] = {
+    "wan-14b-17f-480p": Model(_WAN, {"frames": 5, "height": 60, "width": 104}),
     "wan-14b-81f-480p": Model(_WAN, {"frames": 21, "height": 60, "width": 104}),
     "wan-14b-81f-720p": Model(_WAN, {"frames": 21, "height": 90, "width": 160}),
     "wan-2.2-5b-121f-704p": Model(

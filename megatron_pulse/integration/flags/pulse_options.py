@@ -461,15 +461,15 @@ class PulseOptions:
         ProcessChoice, unsaid="default: as the checkpoint; flow if new"
     )
     boundary_ratio: float | None = flag(
-        "train the two chains of a cascade as experts: the first at times from this share on, the "
-        "second below (Wan 2.2: 0.875)",
+        "two experts as the chains of a cascade: the first trains times from this share on, the "
+        "second below",
         metavar="T",
         within=SHARE,
         marks=[FlagMark.STEPS],
     )
     new_process: bool = flag(
-        "train the weights of --pretrained-checkpoint (or --load --finetune) for another "
-        "diffusion process, given by the flags above; otherwise contradicting flags are refused",
+        "train the weights of --pretrained-checkpoint (or --load --finetune) for the process of "
+        "the flags above; otherwise contradicting flags are refused",
         False,
     )
     training_loss: LossChoice = flags_of(LossChoice)
