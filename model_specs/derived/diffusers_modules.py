@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.published_weights import Published, PublishedError, names_on_load
-from megatron_pulse.errors import describe_exception, unknown_name
+from megatron_pulse.errors import Faults, describe_exception, unknown_name
 from model_specs.common.options import FamilyConfig
 from model_specs.common.sample_sizes import BUCKETS
 from model_specs.derived.classes import CLASSES
@@ -269,7 +269,30 @@ def _built(class_name: str, options: str) -> Backbone:
     module = declared.wrap(release_parameter_memory(module.train(), getattr(torch, dtype)))
     made = [each.make(dtype) for each in others]
     with report_if_slow(f"deriving {class_name}"):
-        return from_module(module, declared.make(dtype), other_inputs=made, **declared.keywords())
+        chain = from_module(module, declared.make(dtype), other_inputs=made, **declared.keywords())
+    _require_whole_patches(class_name, chain, declared.channel_axis - 1)
+    return chain
+
+
+def _require_whole_patches(class_name: str, chain: Backbone, channel_axis: int) -> None:
+    """Raise Faults if a prediction has other sides than its sample.
+
+    Convolutions of patches cut off rows and columns without complaint.
+    """
+    faults = []
+    for shape_index in range(chain.num_shapes):
+        taken, given = (
+            list(spec.at(shape_index).shape) for spec in (chain.input_spec, chain.output_spec)
+        )
+        if taken[:channel_axis] + taken[channel_axis + 1 :] != (
+            given[:channel_axis] + given[channel_axis + 1 :]
+        ):
+            faults.append(
+                f"{class_name} predicts {given} for samples of {taken}: give frames, height and "
+                "width that its patches divide"
+            )
+    if faults:
+        raise Faults(faults)
 
 
 def _published(class_name: str, config: FamilyConfig) -> Published:

@@ -8,13 +8,15 @@ Modules are on the meta device. Columns:
 - links: places of a chain, without embedders;
 - MB: bytes in bfloat16 that a sample's boundary has, the median over links, at the usual size;
 - skips;
-- CP: whether two ranks can share tokens.
+- trains: in full, with LoRA on attention, with tokens divided over two ranks (CP);
+- refused: the rest, with the first reason.
 
-Every class trains in full and with LoRA. Classes that no chain is made of have a reason instead.
+``results/classes.csv`` has the rows of all models.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,17 +36,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Row:
-    """Numbers of one model; ``CP`` is "yes" or the first reason against.
-
-    A model that no chain is made of has zeros, and the reason as ``CP``.
-    """
+    """Numbers of one model; zeros if no chain is made of it."""
 
     model: str
+    kind: str
     B: float
     links: int
     MB: float
     skips: int
-    CP: str
+    trains: str
+    refused: str
 
 
 _WAN, _HUNYUAN = "WanTransformer3DModel", "HunyuanVideoTransformer3DModel"
@@ -174,35 +175,50 @@ MODELS: Mapping[str, Model] = {
 
 def row(name: str) -> Row:
     """Derive a model's chain and look at it."""
+    from megatron_pulse.adapters.adapter import Adapter
     from megatron_pulse.profile.parameters import count_parameters
+    from megatron_pulse.profile.trainable import TrainedPart
     from megatron_pulse.tracing.context_parallel.divided_backbone import traffic_of
-    from model_specs import load_backbone
+    from model_specs import load_backbone, trained_as
 
     model = MODELS[name]
     try:
         backbone = load_backbone(f"diffusers:{model.kind}", {"dtype": "bfloat16", **model.options})
     except ValueError as error:
-        return Row(name, 0.0, 0, 0.0, 0, f"refused: {error}")
+        return Row(name, model.kind, 0.0, 0, 0.0, 0, "", f"all: {_first(error)}")
     links = [layer for layer in backbone.layers if not layer.embedder]
     sizes = [sum(spec.bytes_per_sample(2) for spec in layer.outputs) for layer in links[:-1]]
-    try:
-        traffic_of(backbone, 2)
-        divided = "yes"
-    except Faults as error:
-        divided = error.faults[0]
+    trains, refused = ["full"], list[str]()
+    for way, attempt in (
+        ("LoRA", lambda: trained_as(backbone, TrainedPart(adapter=Adapter().to_record()))),
+        ("CP", lambda: traffic_of(backbone, 2)),
+    ):
+        try:
+            attempt()
+            trains.append(way)
+        except ValueError as error:
+            refused.append(f"{way}: {_first(error)}")
     return Row(
         name,
+        model.kind,
         sum(count_parameters(backbone)) / 1e9,
         len(links),
         statistics.median(sizes) / 1e6,
         len(backbone.skips),
-        divided,
+        ", ".join(trains),
+        "; ".join(refused),
     )
+
+
+def _first(error: ValueError) -> str:
+    """First fault of an error, with files of packages named as they are imported."""
+    text = error.faults[0] if isinstance(error, Faults) else str(error)
+    return re.sub(r"/\S*/site-packages/", "", text)
 
 
 def line(found: Row) -> str:
     """Row of the README's table."""
-    divided = "yes" if found.CP == "yes" else "no"
+    divided = "yes" if "CP" in found.trains else "no"
     cells = found.model, f"{found.B:.1f}", found.links, f"{found.MB:.0f}", found.skips, divided
     return f"|{'|'.join(map(str, cells))}|"
 

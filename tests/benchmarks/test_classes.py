@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 from model_specs.derived.classes import CLASSES
 from model_specs.derived.diffusers_modules import defaults_of
-from tests.benchmarks.classes import MODELS, line, row
+from tests.benchmarks.classes import MODELS, Row, line, row
 
 PAGE = Path(__file__).parents[2] / "model_specs/README.md"
+PUBLISHED = Path(__file__).parent / "results/classes.csv"
 
 
 def rows_of_readme() -> list[str]:
@@ -22,6 +24,20 @@ def test_rows_of_the_readme_are_those_of_the_command() -> None:
     assert len(rows) >= 10
     for name in ("PRX", "Wan 2.1 1.3B"):
         assert line(row(name)) in rows
+
+
+def test_published_rows_are_of_all_models_and_those_of_the_readme() -> None:
+    with PUBLISHED.open() as file:
+        found = {each["model"]: each for each in csv.DictReader(file)}
+    assert {name: each["kind"] for name, each in found.items()} == {
+        name: model.kind for name, model in MODELS.items()
+    }
+    lines = [
+        line(Row(name, each["kind"], float(each["B"]), int(each["links"]), float(each["MB"]),
+                 int(each["skips"]), each["trains"], each["refused"]))
+        for name, each in found.items()
+    ]  # fmt: skip
+    assert set(rows_of_readme()) <= set(lines)
 
 
 def test_models_are_of_declared_classes_with_known_options() -> None:
