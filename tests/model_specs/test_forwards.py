@@ -265,6 +265,13 @@ def test_declared_class_refuses_settings(kind: str, options: dict[str, Any], sai
         load_backbone(f"diffusers:{kind}", options)
 
 
+def test_declared_class_refuses_sizes_that_its_patches_cut() -> None:
+    tiny = TINY["skyreels"]
+    said = r"predicts \[4, 3, 6, 8\] for samples of \[4, 3, 7, 8\]"
+    with pytest.raises(ValueError, match=said):
+        load_backbone(f"diffusers:{tiny.kind}", {**tiny.config, **tiny.sizes, "height": 7})
+
+
 def test_positions_are_those_of_pipelines() -> None:
     from diffusers.pipelines.longcat_image.pipeline_longcat_image import prepare_pos_ids
 
