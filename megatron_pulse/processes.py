@@ -1,4 +1,4 @@
-"""Process environment: end with the parent, standard streams, ports, garbage collection.
+"""Process environment: end with the parent, streams, warnings, ports, garbage collection.
 
 Processes end with their parent, however it ends (Linux only). ``python processes.py PID PROGRAM
 ARGUMENT...`` becomes PROGRAM, which is killed when PID ends.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import signal
 import sys
@@ -49,6 +50,20 @@ def raise_on_interrupt() -> None:
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
     print("\npulse: interrupted", file=sys.stderr, flush=True)
     os._exit(128 + number)
+
+
+def hide_package_warnings() -> None:
+    """Hide what packages log, as they are imported, about parts that no command uses.
+
+    torch warns of a CUDA toolkit without a device, and bitsandbytes of kernels for CPUs that it
+    would fetch; diffusers imports bitsandbytes wherever it is installed.
+    """
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_missing_kernel)
+
+
+def _is_no_missing_kernel(record: logging.LogRecord) -> bool:
+    return "Failed to load CPU gemm_4bit_forward" not in str(record.msg)
 
 
 def parent_has_ended(pid: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 
@@ -14,7 +13,6 @@ def prepare_megatron() -> None:
     """Make Megatron importable; call before any import of it."""
     os.environ.setdefault("WANDB_MODE", "disabled")
     warnings.filterwarnings("ignore")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with without_collecting():
         from megatron_pulse.integration.megatron import compat
 

@@ -20,7 +20,12 @@ from megatron_pulse.dataclass_flags import NearestChoiceParser, with_new_names
 from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.errors import UserError, did_you_mean, summarize, unknown_name
 from megatron_pulse.full_disk import full_remedy, why_full
-from megatron_pulse.processes import NO_FOLDER, open_closed_streams, raise_on_interrupt
+from megatron_pulse.processes import (
+    NO_FOLDER,
+    hide_package_warnings,
+    open_closed_streams,
+    raise_on_interrupt,
+)
 
 _EPILOG = """\
 Training is started with 'pulse train', or by flags with 'pulse run'. A first tour:
@@ -183,6 +188,7 @@ def _unwritten(error: Exception, args: argparse.Namespace) -> str | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 2 for a user's error, 130 if interrupted."""
     open_closed_streams()
+    hide_package_warnings()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # the terminal's encoding may lack characters
             stream.reconfigure(errors="backslashreplace")

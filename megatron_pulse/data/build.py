@@ -70,7 +70,7 @@ OPTIONS = {
     "cls, as of WebDataset: a folder, a tar, or PATH-{000..012}.tar",
     "parquet:PATH": "parquet files with pictures in a column; PATH#NAME: the column of captions",
     "datasets:PATH": "a folder of Dataset.save_to_disk of Hugging Face's datasets; PATH#NAME also",
-    "latents:PATH": "a folder of precomputed latents, written by LatentWriter",
+    "latents:PATH": "a folder of precomputed latents, written by 'pulse data write-latents'",
     "A,B,...": "several of these, each perhaps with *N: every sample comes N times an epoch",
 }
 _UNNAMED = (

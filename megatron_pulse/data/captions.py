@@ -32,7 +32,7 @@ from megatron_pulse.data.dataset import (
     Variation,
 )
 from megatron_pulse.data.images.folder import ImageFiles, ImageSize
-from megatron_pulse.data.images.metadata import TEXT, Captions, read_captions
+from megatron_pulse.data.images.metadata import TEXT, Captions, read_captions, uncaptioned
 from megatron_pulse.data.images.pairs import read_pairs
 from megatron_pulse.encoders.text_recipe import TextParts, is_text
 
@@ -175,7 +175,7 @@ class CaptionedImages(WordedImages):
             groups,
             fields=fields,
         )
-        self.cautions = said.cautions
+        self.cautions = [*said.cautions, *uncaptioned(root, said.bare, default)]
 
     def _read(self, root: Path, column: str, default: str) -> Captions:
         return read_captions(root, column, default)

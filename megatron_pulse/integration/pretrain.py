@@ -170,7 +170,8 @@ def _next_commands(saved: Path, backbone: Backbone, encoders: str | None) -> str
     command = f"pulse sample --load {saved}"
     if text_fields(backbone.batch_fields):
         command += f' --prompt "a red bird" --encoders {encoders or "FOLDER"}'
-    lines.append(f"sample:  {command} -o samples.png")
+    name = "samples.gif" if len(backbone.sample_spec.shape) == 4 else "samples.png"
+    lines.append(f"sample:  {command} -o {name}")
     if not backbone.parts and (form := published_form(backbone)) is not None:
         suffix = "" if form.library == "diffusers" else ".safetensors"
         lines.append(f"export:  pulse export --load {saved} --to exported{suffix}")

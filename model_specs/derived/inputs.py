@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -169,24 +169,43 @@ class Known:
         """Sizes of each of ``buckets``, written "8x12,12x8" in the order of ``defaults``.
 
         Sizes after the last given side come from ``chosen``, as do all sizes without buckets.
-        Raises ValueError for sizes below 1, for malformed and for repeated buckets.
+        Raises ValueError for sizes below 1, for those that patches do not divide, for malformed and
+        for repeated buckets.
         """
         names = list(self.defaults(config))
         chosen = {name: chosen.get(name) for name in names}
         if faults := [f"{n} is {size}: must be 1 or more" for n, size in chosen.items()
                       if size is not None and size < 1]:  # fmt: skip
             raise Faults(faults)
-        if not buckets:
-            return [chosen]
-        every = parse_buckets(buckets, names)
-        longest = max(map(len, every))
-        if twice := [name for name in names[:longest] if chosen.get(name)]:
-            raise ValueError(f"buckets={buckets}: give {', '.join(twice)} there or alone, not both")
-        return [{**chosen, **dict(zip(names, one, strict=False))} for one in every]
+        found: list[Mapping[str, Any]] = [chosen]
+        if buckets:
+            every = parse_buckets(buckets, names)
+            longest = max(map(len, every))
+            if twice := [name for name in names[:longest] if chosen.get(name)]:
+                raise ValueError(
+                    f"buckets={buckets}: give {', '.join(twice)} there or alone, not both"
+                )
+            found = [{**chosen, **dict(zip(names, one, strict=False))} for one in every]
+        if faults := [f for each in found for f in _undivided(each, config.get("patch_size"))]:
+            raise Faults(faults)
+        return found
 
     def defaults(self, config: Mapping[str, Any]) -> Mapping[str, int]:
         """Default sizes for a module with this config."""
         return self.sizes(SimpleNamespace(**config)) if callable(self.sizes) else self.sizes
+
+
+def _undivided(sizes: Mapping[str, Any], patch: Any) -> Iterator[str]:
+    """Faults of sizes that are no multiples of the patch: a side, or (frames, height, width)."""
+    patches = (1, patch, patch) if isinstance(patch, int) else tuple(patch or ())
+    for name, side in zip(("frames", "height", "width"), patches, strict=False):
+        if (size := sizes.get(name)) is not None and (over := size % side):
+            below = size - over
+            nearest = f"{below} or {below + side}" if below else f"{side}"
+            yield (
+                f"{name} = {size}: patches of {side} do not divide it (in latents). Give "
+                f"{name}={nearest}"
+            )
 
 
 def nested(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -402,6 +402,8 @@ def test_a_family_trains_it_over_tensors_and_diffusers_predicts_the_same(tmp_pat
     begin = ["--pretrained-checkpoint", str(tmp_path / "moved")]
     again = run(1, *words, *begin, *save, backbone="none")
     assert again.losses == pytest.approx(alone.losses[2:], rel=1e-5)
+    branch = run(1, *words, *begin, "--load", save[1], "--ckpt-step", "2", backbone="none")
+    assert branch.losses == again.losses
 
     (tmp_path / "moved").rename(tmp_path / "kept")  # the adapter's files need no frozen weights
     export = ["export", "--load", save[1], "--to"]

@@ -156,6 +156,9 @@ def test_hashes_are_of_files_of_the_folder_and_as_many_as_their_bytes(copy: Path
         (folder / integrity.METADATA).write_text(integrity.metadata_text(CONFIG, wrong))
         with pytest.raises(CheckpointError, match="metadata.json: content differs from what was"):
             read_saved_run(copy, 6)
+    (folder / integrity.METADATA).write_text("{}")
+    with pytest.raises(CheckpointError, match="metadata.json: 'sharded_backend' is missing"):
+        read_saved_run(copy, 6)
 
 
 def stored(folder: Path) -> tuple[bytes, Any]:

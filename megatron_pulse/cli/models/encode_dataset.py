@@ -520,9 +520,9 @@ def _store_name(size: tuple[int, ...]) -> str:
 def _masks(args: argparse.Namespace, chains: Sequence[Backbone | None]) -> InpaintMasks:
     """Masks of pictures, if the backbone inpaints."""
     place = args.inpaint_masks
-    if place != RANDOM and not any(c is not None and reads_masks(c.batch_fields) for c in chains):
+    if place and not any(c is not None and reads_masks(c.batch_fields) for c in chains):
         require([f"--inpaint-masks {place}: give the --backbone that inpaints"])
-    return InpaintMasks(place)
+    return InpaintMasks(place or RANDOM)
 
 
 def _open_autoencoder(args: argparse.Namespace) -> Autoencoder | None:
@@ -584,7 +584,7 @@ def _source(
     if args.text_states is not None:
         text += ", captions as word vectors"
     if reads_masks(dataset.fields):
-        text += f", masks {args.inpaint_masks}"
+        text += f", masks {args.inpaint_masks or RANDOM}"
     clips = replace(read_flags(ClipChoice, args), frame_noise=None)
     if clips != ClipChoice():
         rate = "" if clips.fps is None else f" at {clips.fps:g} frames a second"

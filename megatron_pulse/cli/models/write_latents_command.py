@@ -30,7 +30,7 @@ from megatron_pulse.cli.models.encoder_flags import (
     encoder_faults,
 )
 from megatron_pulse.cli.shared_flags import add_image_flags, add_shape_flags, shape_faults
-from megatron_pulse.data.picture_choice import RANDOM, ShapeChoice
+from megatron_pulse.data.picture_choice import ShapeChoice
 from megatron_pulse.dataclass_flags import DTYPES, TO_MILLION, read_flags
 from megatron_pulse.errors import UserError, collecting
 
@@ -106,7 +106,6 @@ def add_write_latents(
         "--inpaint-masks random|DIR",
         "masks of an inpainting --backbone's pictures, fixed for each: random, or a folder of grey "
         "pictures of the same names (default random)",
-        default=RANDOM,
     )
     add(
         "--store-text",

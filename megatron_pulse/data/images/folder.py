@@ -24,7 +24,7 @@ from megatron_pulse.data.dataset import (
     Framing,
     Variation,
 )
-from megatron_pulse.data.images.metadata import TEXT, read_captions
+from megatron_pulse.data.images.metadata import TEXT, read_captions, uncaptioned
 from megatron_pulse.data.images.opening import SUFFIXES, UNREADABLE, opened
 from megatron_pulse.data.images.pictures import (
     Crop,
@@ -287,7 +287,7 @@ class ImageFolder(ImageFiles):
         super().__init__(
             root, files, labels, num_classes, image_size, channels, verify, captions, groups
         )
-        self.cautions = said.cautions
+        self.cautions = [*said.cautions, *uncaptioned(root, said.bare, default)]
 
 
 def classes_of(root: Path, files: Sequence[Path]) -> tuple[list[str], list[int]]:

@@ -38,7 +38,9 @@ class Captions:
 
     - ``pictures``: all pictures in the folder.
 
-    - ``cautions``: ignored files and keys, and pictures without a caption.
+    - ``cautions``: ignored files and keys.
+
+    - ``bare``: pictures without a caption, on which ``uncaptioned`` gives a caution.
 
     - ``groups``: groups of those pictures that have one.
     """
@@ -46,6 +48,7 @@ class Captions:
     pairs: Sequence[tuple[Path, str]]
     pictures: Sequence[Path]
     cautions: Sequence[str] = ()
+    bare: Collection[Path] = ()
     groups: Mapping[Path, str] = field(default_factory=dict)
 
 
@@ -131,10 +134,9 @@ def read_captions(
         *unsupported,
         *misspelt(root, unread, columns.known),
         *_shared(root, [picture for picture, _ in beside]),
-        *uncaptioned(root, bare, default),
     ]
     pairs = [*listed, *beside, *((picture, default) for picture in without)]
-    return Captions(pairs, pictures, cautions, groups)
+    return Captions(pairs, pictures, cautions, bare, groups)
 
 
 def misspelt(root: Path, unread: Counter[str], known: Collection[str]) -> Iterator[str]:

@@ -24,11 +24,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, TypedDict
 
 import numpy as np
@@ -235,6 +237,8 @@ class Meta:
 
         Raises DataError with every fault if the file is invalid.
         """
+        if not os.path.lexists(root):
+            raise DataError(f"latents {root}", ["there is no such folder"], _missing(root))
         try:
             record = read_json(root / META, FileKind.LATENTS)
             if (form := record.get("format")) != FORMAT:
@@ -335,7 +339,9 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     write_with_checksum(path, json.dumps(content, indent=1) + "\n")
 
 
-_REMEDY = (
-    "Rewrite the folder with megatron_pulse.data.latents.writer.LatentWriter, or with 'pulse data "
-    "write-latents'."
-)
+_REMEDY = "Write the folder anew with 'pulse data write-latents'."
+
+
+def _missing(root: Path) -> str:
+    command = f"pulse data write-latents --from folder:PICTURES --vae DIR -o {quote(str(root))}"
+    return f"Name another, or write it: {command}"

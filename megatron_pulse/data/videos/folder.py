@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
@@ -31,8 +32,8 @@ from megatron_pulse.data.dataset import (
     Variation,
 )
 from megatron_pulse.data.images.folder import ImageSize, classes_of
-from megatron_pulse.data.images.listing import Listing, is_picture
-from megatron_pulse.data.images.metadata import TEXT, read_captions
+from megatron_pulse.data.images.listing import Listing, is_picture, some
+from megatron_pulse.data.images.metadata import TEXT, read_captions, uncaptioned
 from megatron_pulse.data.images.opening import UNREADABLE, opened
 from megatron_pulse.data.images.pictures import Crop, decoded, fitted
 from megatron_pulse.data.images.shapes import NearestShape, shown
@@ -49,6 +50,8 @@ _NAMED = 20
 _MIDDLE = 0.5
 _INSTANT_S = 1e-6
 """Difference of times that counts as none."""
+_ABOVE = 1.01
+"""Ratio of rates from which on clips take more frames than a film has; times are rounded."""
 
 
 def frame_numbers(
@@ -137,6 +140,18 @@ def frame_files(folder: Path) -> list[Path]:
     )
 
 
+def _require_no_gap(pictures: Sequence[Path]) -> None:
+    """ValueError if frames, in the order of their numbers, do not all follow at one distance."""
+    numbers = [int(path.stem[len(path.stem.rstrip("0123456789")) :]) for path in pictures]
+    apart = min(b - a for a, b in pairwise(numbers)) if len(numbers) > 1 else 1
+    for (a, first), (b, second) in pairwise(zip(numbers, pictures, strict=True)):
+        if b - a != (apart or 1):
+            raise ValueError(
+                f"{second.name} follows {first.name}: a frame is missing or there twice. Add or "
+                "remove it, or number the frames without gaps"
+            )
+
+
 class VideoFolder(WordedImages):
     """Clips below ``root``, in frames x height x width of several shapes.
 
@@ -186,6 +201,7 @@ class VideoFolder(WordedImages):
             groups, fields=fields,
         )  # fmt: skip
         self._heads = [heads[path] for path in kept]
+        self._bare, self._default = set(said.bare), default
         self.cautions = [
             *said.cautions,
             *_left_aside(root, aside),
@@ -199,6 +215,7 @@ class VideoFolder(WordedImages):
         """Head of a clip, whose film is then known; raises ``UNREADABLE``."""
         if path.is_dir():
             pictures = frame_files(path)
+            _require_no_gap(pictures)
             self._films[path] = len(pictures)
             (head,) = heads_of(path, pictures[:1])
             if head is None:
@@ -251,8 +268,36 @@ class VideoFolder(WordedImages):
         self._groups = [self._groups[i] for i in kept] if self.has_groups else ()
         self._heads = [self._heads[i] for i in kept]
         self._assigned, self._sound = shapes, bytearray(len(kept))
-        self.cautions = [*self.cautions, *_left_aside(self.root, aside)]
+        bare = [path for path in dict.fromkeys(self._clips()) if path in self._bare]
+        self.cautions = [
+            *self.cautions,
+            *_left_aside(self.root, aside),
+            *uncaptioned(self.root, bare, self._default),
+            *self._repeated_frames(),
+        ]
         return self
+
+    def _clips(self) -> Iterator[Path]:
+        for path in self.files:
+            assert isinstance(path, Path)
+            yield path
+
+    def _repeated_frames(self) -> Iterator[str]:
+        """Caution on films with fewer frames a second than clips take."""
+        rates = {
+            path: rate
+            for path, shape in zip(self._clips(), self._assigned, strict=True)
+            if self.frame_counts[shape] > 1
+            and (rate := frame_rate(self._films[path], ClipChoice())) is not None
+        }
+        wanted = (self.choice.fps or 0.0) / self.choice.frame_stride
+        slow = {path: rate for path, rate in rates.items() if wanted > rate * _ABOVE}
+        if slow:
+            few, least = some(self.root, slow, "film"), min(slow.values())
+            yield (
+                f"{self.root}: {few} of fewer frames a second, at the least {least:.4g}, than the "
+                f"{wanted:.4g} that clips take: frames are repeated. Give fewer frames a second."
+            )
 
     def _shape_of(self, film: Film | int, head: Head) -> int | None:
         filled = [

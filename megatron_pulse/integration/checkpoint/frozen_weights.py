@@ -133,8 +133,8 @@ class FrozenWeights:
 
     def _located_import(self, place: Path) -> Path:
         remedy = (
-            "give their folder: --pretrained-checkpoint DIR (with --save, without --load) in "
-            "training, --frozen-weights DIR in commands"
+            "give their folder: --pretrained-checkpoint DIR in training, --frozen-weights DIR in "
+            "commands"
         )
         try:
             found = place if place.name == RELEASE else checkpoint_folder(place)

@@ -79,7 +79,8 @@ def find_start(args: argparse.Namespace) -> StartingPoint | None:
     """Saved run that ``--load``, ``--pretrained-checkpoint`` or ``--save`` asks for, if any.
 
     A run with ``--save`` continues from the newest checkpoint there. ``--pretrained-checkpoint``
-    counts until there is one. Raises CheckpointError if a named folder holds nothing, or if flags
+    counts until there is one; beside a run that leaves out imported frozen weights, it is their
+    place. Raises CheckpointError if a named folder holds nothing, or if flags
     contradict each other.
     """
     for name in ("load", "save", "pretrained_checkpoint"):
@@ -107,8 +108,6 @@ def find_start(args: argparse.Namespace) -> StartingPoint | None:
 
 
 def _named(args: argparse.Namespace) -> StartingPoint:
-    if args.pretrained_checkpoint is not None:
-        raise CheckpointError("--load and --pretrained-checkpoint exclude each other: give one")
     try:
         start = _start("--load", args.load, args.ckpt_step, not args.finetune)
     except CheckpointError as error:
@@ -119,6 +118,12 @@ def _named(args: argparse.Namespace) -> StartingPoint:
         raise CheckpointError(
             f"{error}. To start a run there, and to continue it later, give --save alone"
         ) from error
+    frozen = start.saved.frozen_weights
+    if args.pretrained_checkpoint is not None and not (frozen and frozen.imported):
+        raise CheckpointError(
+            f"--load and --pretrained-checkpoint exclude each other: give one. (Beside --load it "
+            f"is the place of imported frozen weights; {args.load} leaves none out)"
+        )
     if args.save is not None and _holds_a_run(Path(args.save)):
         if Path(args.load).resolve() != Path(args.save).resolve():
             raise CheckpointError(

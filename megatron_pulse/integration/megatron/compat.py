@@ -12,7 +12,6 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
-import logging
 import os
 import sys
 import types
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
+from megatron_pulse.processes import hide_package_warnings
 from megatron_pulse.runtime.parameters.adam import update
 
 CPU = torch.device("cpu")
@@ -165,6 +165,7 @@ def install() -> None:
     """Import Megatron, and without CUDA first make its import and its runs possible."""
     global _stands_in
     require_tested_megatron()
+    hide_package_warnings()  # which every rank would show
     if _stands_in:
         return
     if torch.cuda.is_available():
@@ -172,8 +173,6 @@ def install() -> None:
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("compat.install() must run before megatron is imported")
-    # Every rank would warn that there is a CUDA toolkit and no device.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _hide_kernels()
     _replace_torch_cuda()
     torch.compile = _identity_compile

@@ -39,8 +39,10 @@ CHUNK_BYTES = 64 << 20
 
 _HASHES, _DIGEST = "pulse_files", "pulse_sha256"
 _LEGACY = "common.pt"
+_BACKEND = "sharded_backend"
+"""Key without which Megatron cannot read a checkpoint."""
 _MEGATRONS = {
-    "sharded_backend",
+    _BACKEND,
     "sharded_backend_version",
     "common_backend",
     "common_backend_version",
@@ -161,6 +163,8 @@ def read_hashes(folder: Path) -> dict[str, FileHash] | None:
         text = read_text(path, FileKind.CHECKPOINT)
     except FileError as error:
         raise Faults([str(error)]) from error
+    if _BACKEND not in record:
+        raise Faults([f"{METADATA}: {_BACKEND!r} is missing: content differs from what was saved"])
     if record.keys() <= _MEGATRONS:
         return None
     config = {name: value for name, value in record.items() if name in _MEGATRONS}
