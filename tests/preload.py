@@ -34,13 +34,14 @@ from megatron_pulse.data.images.digits import load_digits  # noqa: E402
 from megatron_pulse.integration.flags.pulse_options import add_pulse_arguments  # noqa: E402
 from megatron_pulse.planner.schedule.search.synthesize import compile_search  # noqa: E402
 from tests.memory import collect_seldom, in_large_pages  # noqa: E402
-from tests.remembered import remember_analyses  # noqa: E402
+from tests.remembered import cache_small_chains, remember_analyses  # noqa: E402
 
 torch.set_num_threads(1)
 load_digits("digits8")
 compile_search()
 add_pulse_arguments(argparse.ArgumentParser())
 remember_analyses()
+cache_small_chains()
 model_specs.available()
 
 IMPORTED = frozenset(sys.modules)

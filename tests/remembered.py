@@ -5,12 +5,13 @@ Nothing is kept where no session has said where (``FOLDER``), as in the commands
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import hashlib
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,32 @@ def remember_analyses() -> None:
     _remember(run_plan, "count_parameters")
     _remember(run_plan, "count_trained")
     _remember(throughput, "model_flops")
+
+
+def cache_small_chains() -> None:
+    """Chains of small modules are kept in the cache of this session too, as those of large ones:
+    torch.export takes seconds, in every rank. Who needs one that another derives waits for it."""
+    from megatron_pulse.tracing import chains
+
+    cached = chains.cached_chain
+
+    def found(module: Any, *args: Any) -> Any:
+        with _locked(type(module).__name__):
+            return cached(module, *args)
+
+    chains.is_small = lambda module: False
+    chains.cached_chain = found
+
+
+@contextlib.contextmanager
+def _locked(name: str) -> Iterator[None]:
+    folder = os.environ.get(FOLDER)
+    if folder is None:
+        yield
+        return
+    with open(Path(folder) / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _remember(module: Any, name: str) -> None:

@@ -40,7 +40,7 @@ class Terminal:
 
     def read_until(self, wanted: str) -> str:
         """Text from the last call on, up to ``wanted``."""
-        said, until = "", time.monotonic() + 20
+        said, until = "", time.monotonic() + 100
         while wanted not in said and time.monotonic() < until:
             with contextlib.suppress(queue.Empty):
                 said += self._read.get(timeout=0.1)

@@ -272,7 +272,7 @@ def test_damaged_films_end_in_a_message_or_in_their_frames(suffix: str, tmp_path
             continue
         unseen = 1 if suffix in (".mkv", ".webm", ".gif") and name == "middle" else 0
         assert len(wrong) <= unseen, (name, wrong)
-        assert time.monotonic() - before < 20
+        assert time.monotonic() - before < 100
 
 
 def test_a_film_cut_within_an_open_group_of_pictures_begins_at_its_key_frame(

@@ -45,7 +45,7 @@ BASE = [
     "--pulse-data", "digits8", "--pulse-no-progress",
     "--micro-batch-size", "2", "--lr", "1e-3", "--clip-grad", "1.0",
     "--log-interval", "1", "--eval-iters", "1", "--eval-interval", "1000",
-    "--pulse-timeout-s", "60", "--pulse-solver", "none", "--pulse-solver-seconds", "0.3",
+    "--pulse-timeout-s", "200", "--pulse-solver", "none", "--pulse-solver-seconds", "0.3",
 ]  # fmt: skip
 
 STEPS = ["--global-batch-size", "8", "--train-iters", "2"]

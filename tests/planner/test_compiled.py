@@ -23,8 +23,8 @@ def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with compiling(longest_s=0.3):  # as another process would
             assert time.monotonic() - began >= 0.3
     began = time.monotonic()
-    with compiling(longest_s=100):
-        assert time.monotonic() - began < 50
+    with compiling(longest_s=250):
+        assert time.monotonic() - began < 200
 
 
 def test_without_a_folder_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

