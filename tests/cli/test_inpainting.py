@@ -124,6 +124,14 @@ def test_latents_hold_mask_and_masked_picture(place: str, tmp_path: Path) -> Non
         torch.testing.assert_close(fields["masked_image"], masked, rtol=0, atol=1e-6)
 
 
+def test_masks_that_nothing_reads_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["data", "write-latents", "--from", "digits8", "-o", str(tmp_path / "latents")]
+    assert main([*words, "--inpaint-masks", "random"]) == 2
+    assert "--inpaint-masks random: give the --backbone that inpaints" in capsys.readouterr().err
+
+
 def _pixels(path: Path) -> Any:
     import numpy as np
 

@@ -153,6 +153,11 @@ def test_an_interrupted_writer_goes_on_after_the_last_whole_shard(tmp_path, stop
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(*files, strict=True))
 
 
+def test_a_missing_folder_is_refused_with_the_command_that_writes_it(tmp_path):
+    with pytest.raises(DataError, match=r"(?s)no such folder.*pulse data write-latents .*-o .*/x"):
+        LatentFolder(tmp_path / "x")
+
+
 def test_an_incomplete_folder_is_refused(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, layout(), stop=6)

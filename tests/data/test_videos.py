@@ -167,6 +167,22 @@ def test_clips_have_the_most_frames_and_the_nearest_aspect_ratio(tmp_path: Path)
         opened(root, (16, 24, 33))
 
 
+def test_what_is_used_alone_is_told_of(tmp_path: Path) -> None:
+    """Captions and rates of used clips, and frames whose numbers have a gap."""
+    for name, count in {"used": 20, "slow": 20, "short": 3}.items():
+        write_film(tmp_path / f"{name}.mp4", count, rate=10 if name == "slow" else 25)
+    (tmp_path / "used.txt").write_text("a film")
+    frame = write_frames(tmp_path / "walk", 9) / "frame5.png"
+    frame.unlink()
+    told = "\n".join(opened(tmp_path, (16, 24, 5), fps=20.0).cautions)
+    assert "1 picture (slow.mp4) without a caption" in told
+    assert "1 film (slow.mp4) of fewer frames a second, at the least 10, than the 20 that" in told
+    assert "left aside: walk: frame6.png follows frame4.png: a frame is missing" in told
+    assert "fewer frames" not in "".join(opened(tmp_path, (16, 24, 5), fps=10.0).cautions)
+    Image.new("RGB", (48, 32)).save(frame)
+    assert len(opened(tmp_path, (16, 24, 5))) == 3
+
+
 def damages(root: Path) -> dict[str, Path]:
     """Files that are no film, each by what is wrong."""
     whole = write_film(root.parent / "whole.mp4").read_bytes()

@@ -18,6 +18,7 @@ import megatron_pulse as pulse
 import model_specs
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.cli.main import main
+from megatron_pulse.errors import Faults
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.planning.run_plan import with_trainable_params
 from megatron_pulse.planner.layout.placement import Partition, sequential
@@ -487,3 +488,13 @@ def test_microbatches_of_a_class_may_be_of_several_sizes() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             model_specs.load_backbone("diffusers:UNet2DModel", {**small, **options})
+
+
+def test_sizes_that_patches_do_not_divide_are_refused_with_the_nearest() -> None:
+    known, config = CLASSES["WanTransformer3DModel"], {"patch_size": (1, 2, 2)}
+    faults = r"height = 13: .*Give height=12 or 14(?s:.*)width = 1: .*Give width=2$"
+    with pytest.raises(Faults, match=faults):
+        known.sizes_of(config, {"height": 13, "width": 1}, "")
+    with pytest.raises(Faults, match="width = 15: .*Give width=14 or 16"):
+        known.sizes_of(config, {}, "5x12x16,5x16x15")
+    assert known.sizes_of(config, {"height": 12}, "")[0]["height"] == 12

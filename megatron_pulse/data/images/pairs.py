@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_pulse.data.dataset import DataError
 from megatron_pulse.data.images.listing import Listing, is_picture, some
 from megatron_pulse.data.images.lists import GROUP, Columns, Files, lists_of, rows
-from megatron_pulse.data.images.metadata import Captions, misspelt, unprintable
+from megatron_pulse.data.images.metadata import Captions, misspelt, uncaptioned, unprintable
 from megatron_pulse.data.standard_splits import require_one_split
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_lines
@@ -74,12 +74,13 @@ def read_pairs(root: Path, column: str, default: str = "") -> Captions:
         raise DataError(f"pairs of pictures {root}", faults, remedy)
     known = (*_NAMED, *_PICKED, _LABEL, column, GROUP)
     cautions = [*listing.ignored_files(), *misspelt(root, unread, known)]
+    cautions += uncaptioned(root, bare, default)
     if num_ties:
         pairs = num_ties + len(found) // 2
         cautions.append(f"{root}: {num_ties} of {pairs} pairs are ties: left out")
     if others := [picture for picture in listing.pictures if picture not in named]:
         cautions.append(f"{root}: {some(root, others, 'picture')} in no pair: ignored")
-    return Captions(found, listing.pictures, cautions, bare, groups)
+    return Captions(found, listing.pictures, cautions, groups=groups)
 
 
 def _columns(path: Path, caption: str) -> Columns:
