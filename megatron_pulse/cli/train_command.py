@@ -26,7 +26,7 @@ from megatron_pulse.errors import UserError, collecting, format_faults, summariz
 from megatron_pulse.files import replacing, unwritable
 from megatron_pulse.integration.flags.recipe_keys import with_keys
 from megatron_pulse.processes import end_on_interrupt, raise_on_interrupt
-from megatron_pulse.recipe.flags import keys_by_flag, training_flags
+from megatron_pulse.recipe.flags import CHECKPOINTS, keys_by_flag, training_flags
 from megatron_pulse.recipe.keys import Model, Recipe
 from megatron_pulse.recipe.read import read_recipe, write_recipe
 
@@ -177,17 +177,26 @@ def _in_place(recipe: Recipe) -> TrainingStart | None:
     """Start of a recipe whose weights are read where they are; None if they must be imported.
 
     These are an adapter's frozen weights in a diffusers folder: each rank reads its own layers.
-    Tensor parallelism divides imported weights only.
+    Tensor parallelism divides imported weights only. A run goes on with the weights of its first
+    start: raises UserError if these cannot be divided.
     """
-    model = recipe.model
-    if recipe.adapter.type is None or model.weights is None or (recipe.parallel.tensor or 1) > 1:
+    model, output = recipe.model, Path(recipe.output)
+    if recipe.adapter.type is None or model.weights is None or _known(model, output) is not None:
         return None
     if model.backbone or model.module or model.controlnet or model.null_class:
         return None
     place = Path(model.weights)
-    if model.weights.startswith("hf:") or place.is_dir() and not _is_checkpoint(place):
-        return TrainingStart(("--pulse-module", f"diffusers:{model.weights}"))
-    return None
+    if not model.weights.startswith("hf:") and (not place.is_dir() or _is_checkpoint(place)):
+        return None
+    if (tensor := recipe.parallel.tensor or 1) > 1:
+        if _is_checkpoint(output / CHECKPOINTS):
+            raise UserError(
+                f"parallel.tensor {tensor}: {output} holds a run that reads the layers of "
+                f"{model.weights} as they are, which tensor parallelism does not divide. Give "
+                "parallel.tensor 1, or another output"
+            )
+        return None
+    return TrainingStart(("--pulse-module", f"diffusers:{model.weights}"))
 
 
 def import_weights(model: Model, output: Path) -> TrainingStart:

@@ -98,6 +98,39 @@ def test_other_weights_need_another_folder(tmp_path: Path):
         import_weights(Model(weights=str(tmp_path / "none")), tmp_path / "elsewhere")
 
 
+def test_a_run_goes_on_with_the_weights_of_its_first_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An adapter reads a folder in its place, and with tensor parallelism imports it."""
+    (tmp_path / "published").mkdir()  # what it holds is read after the choice
+    output, recipe = tmp_path / "run", tmp_path / "recipe.toml"
+    recipe.write_text(
+        f"""
+        output = "{output}"
+        model.weights = "{tmp_path / "published"}"
+        adapter.type = "lora"
+        data.source = "digits8"
+        training = {{ steps = 1, batch_size = 4, micro_batch_size = 2 }}
+        optimizer.lr = 1e-3
+        """
+    )
+    shown = ["train", str(recipe), "--print"]
+    main(shown)
+    in_place = f"--pulse-module diffusers:{tmp_path / 'published'}"
+    assert in_place in capsys.readouterr().out
+    (output / "checkpoints").mkdir(parents=True)
+    (output / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
+    assert main([*shown, "parallel.tensor=2"]) == 2
+    assert "Give parallel.tensor 1, or another output" in capsys.readouterr().err
+    (output / "imported").mkdir()
+    identity = {"weights": str(tmp_path / "published"), "controlnet": None, "null_class": False}
+    flags = ["--pulse-backbone", "dit-tiny"]
+    (output / "imported.json").write_text(json.dumps({"of": identity, "flags": flags}))
+    main(shown)
+    said = capsys.readouterr().out
+    assert f"--pretrained-checkpoint {output / 'imported'}" in said and in_place not in said
+
+
 def _steps_of(argv: list[str]) -> int:
     from megatron_pulse.integration.setup import prepare, read_command_line
 

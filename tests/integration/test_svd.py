@@ -227,9 +227,7 @@ def test_the_recipe_trains_and_draws(made: Made, tmp_path: Path) -> None:
     """In small: other weights, data and sizes, and nothing else of its text."""
     text = example_text("svd").replace("hf:stabilityai/stable-video-diffusion-img2vid", "PIPELINE")
     for name, value in {
-        "runs/svd": tmp_path / "run",
-        'weights = "PIPELINE"': f'weights = "{made.root / "checkpoint"}"',
-        "PIPELINE": made.root / "pipeline",
+        "runs/svd": tmp_path / "run", "PIPELINE": made.root / "pipeline",
         "height = 72": "height = 8", "width = 128": "width = 8",
         "latents:clips": f"latents:{made.root / 'latents'}",
     }.items():  # fmt: skip

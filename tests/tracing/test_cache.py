@@ -23,7 +23,7 @@ from megatron_pulse.tracing.executable import run
 from megatron_pulse.tracing.input_leaves import leaves_of
 from megatron_pulse.tracing.input_roles import read_inputs
 from megatron_pulse.tracing.torch_export import export
-from megatron_pulse.tracing.units import UnitChain, derive
+from megatron_pulse.tracing.units import UnitChain, derive, work_of
 from tests.tracing.zoo import make
 
 SOURCE = """
@@ -113,6 +113,17 @@ def own(
         "sample": torch.zeros(size, width, dtype=dtype),
         "timestep": torch.zeros(size, dtype=dtype),
     }
+
+
+def test_a_hit_has_the_weights_that_no_operation_reads(tmp_path: Path) -> None:
+    idle = "self.factor = factor\n        self.parts[1][0].idle = nn.Parameter(torch.ones(3))\n"
+    source = "import torch" + SOURCE.replace("self.factor = factor\n", idle)
+    (first, _), (second, hit) = (chain_of(*own(tmp_path, source)) for _ in range(2))
+    assert hit and "parts.1.0.idle" in second.units[1].weights
+    first_work, second_work = (
+        [work_of(u, chain) for u in chain.units] for chain in (first, second)
+    )
+    assert works[0] == works[1]
 
 
 def test_same_content_hits_and_other_content_misses(

@@ -74,9 +74,10 @@ def _unit_in(record: Mapping[str, Any]) -> Unit:
 
 
 def _state_names(chain: UnitChain) -> list[str]:
-    """Names of the tensors and regions that units and constants take, in order."""
+    """Names of the tensors and regions that units and constants take or only hold, in order."""
     graphs = [chain.constants, *(unit.graph for unit in chain.units)]
-    taken: Iterable[str] = [*chain.constant_state, *(n for unit in chain.units for n in unit.state)]
+    held = (name for unit in chain.units for name in (*unit.state, *unit.weights))
+    taken: Iterable[str] = [*chain.constant_state, *held]
     nodes = (node for graph in graphs for node in graph.nodes)
     regions = [str(node.target) for node in nodes if node.op == "get_attr"]
     return [n for n in dict.fromkeys([*taken, *regions]) if n not in chain.constant_names]
