@@ -120,9 +120,7 @@ def test_a_hit_has_the_weights_that_no_operation_reads(tmp_path: Path) -> None:
     source = "import torch" + SOURCE.replace("self.factor = factor\n", idle)
     (first, _), (second, hit) = (chain_of(*own(tmp_path, source)) for _ in range(2))
     assert hit and "parts.1.0.idle" in second.units[1].weights
-    first_work, second_work = (
-        [work_of(u, chain) for u in chain.units] for chain in (first, second)
-    )
+    works = [[work_of(unit, chain) for unit in chain.units] for chain in (first, second)]
     assert works[0] == works[1]
 
 
