@@ -134,10 +134,11 @@ class CappedPlanner(Planner):
         best = super().cut(costs, placement, collocate)
         if best is None or self._fits(best, costs):
             return best
+        room = self.usable - max(self.working(best))
         for share in TIGHTER[:: placement.num_chunks]:
             dtype = self.emulation.profile.dtype
             each = bytes_per_parameter(dtype)
-            limits = share * self.usable, each, in_flight(placement, self.count)
+            limits = share * room, each, in_flight(placement, self.count)
             rule = MemoryRule(*limits, frozen_share=ELEMENT_BYTES[dtype] / each)
             goal = Goal(collocate=collocate, link=self.link, memory=lambda _, rule=rule: rule)
             try:
@@ -152,9 +153,10 @@ class CappedPlanner(Planner):
         placement = partition.placement
         saved = self.saved(partition, passing=costs is self.relayed)
         flying = in_flight(placement, self.count)
+        others = map(sum, zip(self.state(partition), self.working(partition), strict=True))
         return all(
-            state + sum(flying[s] * saved[s] for s in placement.stages_of_device(d)) <= self.usable
-            for d, state in enumerate(self.state(partition))
+            other + sum(flying[s] * saved[s] for s in placement.stages_of_device(d)) <= self.usable
+            for d, other in enumerate(others)
         )
 
     def problem(self, costs: ChainCosts, partition: Partition, split: bool) -> ScheduleProblem:
@@ -163,7 +165,8 @@ class CappedPlanner(Planner):
         saved, placement = self.saved(partition, passing=False), partition.placement
         assert problem.cap is not None
         room: list[float] = []
-        for d, (state, most) in enumerate(zip(self.state(partition), problem.cap, strict=True)):
+        used = zip(self.state(partition), self.working(partition), problem.cap, strict=True)
+        for d, (state, working, most) in enumerate(used):
             least = sum(saved[s] for s in placement.stages_of_device(d))
-            room.append(max(least, min(most, self.usable - state)))
+            room.append(max(least, min(most, self.usable - state - working)))
         return replace(problem, cap=tuple(room))

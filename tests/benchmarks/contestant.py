@@ -49,8 +49,9 @@ class Contestant:
     of a data-parallel run are (forward seconds, backward seconds, gradient elements).
     ``saved_bytes`` are what each stage keeps of a microbatch, ``wgrad_bytes`` what of it stays from
     input gradient to weight gradient (none: all), ``state_bytes`` parameters, gradients and
-    optimizer of each device, all of the real backbone. ``exchange`` sends shapes before tensors
-    where they differ, else all are as large as the largest (Megatron interleaved). ``sharding`` is
+    optimizer of each device, ``working_bytes`` what its operations need beside what is held, all of
+    the real backbone. ``exchange`` sends shapes before tensors where they differ, else all are as
+    large as the largest (Megatron interleaved). ``sharding`` is
     how FSDP2 and HSDP run their units, which are their ``layers``. ``way`` says in words how it
     runs where that was chosen, and ``micro_batch_size`` its microbatches' samples (0: as the
     backbone's). ``encoders`` run too, those that are no bubble tasks of the schedule in front of
@@ -73,6 +74,7 @@ class Contestant:
     saved_bytes: tuple[float, ...] = ()
     wgrad_bytes: tuple[float, ...] = ()
     state_bytes: tuple[float, ...] = ()
+    working_bytes: tuple[float, ...] = ()
     way: str = ""
     micro_batch_size: int = 0
     sharding: Sharding | None = None

@@ -28,7 +28,7 @@ from megatron_pulse.planner.schedule.solve import solve
 from megatron_pulse.planner.tune.evaluate import Outcome
 from megatron_pulse.planner.tune.fsdp.step import peak_bytes
 from tests.benchmarks.contestant import Contestant, Engine
-from tests.benchmarks.emulation import Emulation, element_count
+from tests.benchmarks.emulation import Emulation, element_count, setup_of
 from tests.benchmarks.predict import CLASSIC, predict
 from tests.benchmarks.sharded_best import replicated
 
@@ -97,7 +97,9 @@ def needed_bytes(contestant: Contestant) -> float:
     order = contestant.schedule or make_schedule(
         CLASSIC[contestant.engine], problem.placement, contestant.num_microbatches
     )
-    return max(map(sum, zip(state, contestant.peak_memory(order), strict=True)))
+    held = contestant.peak_memory(order)
+    working = contestant.working_bytes or (0.0,) * len(state)
+    return max(map(sum, zip(state, held, working, strict=True)))
 
 
 def balanced_cuts(weights: Sequence[int], parts: int) -> tuple[int, ...]:
@@ -251,6 +253,21 @@ class Planner:
             saved_bytes=self.saved(partition, passing=costs is self.relayed),
             wgrad_bytes=waiting,
             state_bytes=self.state(partition),
+            working_bytes=self.working(partition),
+        )
+
+    def working(self, partition: Partition) -> tuple[float, ...]:
+        """Real bytes that operations need beside what is held, on each device.
+
+        For adapters alone: other tables were measured with these granted to all but the tuner.
+        """
+        placement, emulation = partition.placement, self.emulation
+        if not setup_of(emulation.name).adapter_of:
+            return (0.0,) * self.num_devices
+        stages = [partition.layers_of_stage(s) for s in range(placement.num_stages)]
+        beside = [emulation.workspace.beside(of.start, of.stop, split=False) for of in stages]
+        return tuple(
+            max(beside[s] for s in placement.stages_of_device(d)) for d in range(self.num_devices)
         )
 
     def state(self, partition: Partition) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from megatron_pulse.adapters.adapter import ATTENTION, Adapter
@@ -23,6 +23,7 @@ from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.partition.memory import bytes_per_parameter
+from megatron_pulse.planner.tune.memory.workspace import Workspace
 from megatron_pulse.profile.layer_records import LayerTimes
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.roofline import ELEMENT_BYTES, Kernel, Roofline
@@ -105,6 +106,13 @@ class Emulation:
     micro_batch_size: int
     time_scale: float
     byte_divisor: float
+    activations: ActivationPolicies = ActivationPolicies()
+
+    @cached_property
+    def workspace(self) -> Workspace:
+        """What operations need beside what is held, in real bytes."""
+        times = self.profile.times[self.micro_batch_size]
+        return Workspace(times, (1,) * len(times), self.costs, self.activations)
 
     @property
     def slow(self) -> ChainCosts:
@@ -135,7 +143,13 @@ class Emulation:
         """The same with microbatches of another size and other activation policies."""
         costs = self.profile.at(micro_batch_size, activations)
         small = shrink(real_backbone(self.name), micro_batch_size, self.byte_divisor)
-        return replace(self, costs=costs, backbone=small, micro_batch_size=micro_batch_size)
+        return replace(
+            self,
+            costs=costs,
+            backbone=small,
+            micro_batch_size=micro_batch_size,
+            activations=activations,
+        )
 
     def layer_state(self, data_parallel: int = 1) -> list[float]:
         """Real bytes of each layer's parameters, gradients and optimizer on a device."""

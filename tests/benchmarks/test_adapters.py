@@ -48,6 +48,8 @@ def test_each_kind_enters_and_faster_links_are_no_slower(adapter: emulation.Emul
     streamed = [one for one in entered if one.engine is Engine.STREAMED]
     assert [one.name.split(", ")[-1] for one in streamed] == ["25 GB/s", "6.5 GB/s"]
     assert streamed[0].predicted_s <= streamed[1].predicted_s
+    pipelines = [one for one in entered if one.engine in KINDS["relayed 1F1B"]]
+    assert pipelines and all(min(one.working_bytes) > 0 for one in pipelines)
     (whole,) = [one for one in entered if one.engine is Engine.DATA_PARALLEL]
     assert whole.predicted_s <= streamed[0].predicted_s
     assert streamed[0].state_bytes[0] < whole.state_bytes[0]
