@@ -52,7 +52,9 @@ def run(args: argparse.Namespace) -> None:
         and args.word.lower() in f"{flag.name} {flag.note}".lower()
     ]
     if not flags:
-        raise UserError("no flag matches: 'pulse flags' lists all")
+        raise UserError(
+            "no flag of Megatron matches: 'pulse flags' lists all; 'pulse recipe --keys' finds ours"
+        )
     lines = []
     for group in groups:
         if chosen := [_row(flag) for flag in flags if flag.group == group]:

@@ -29,6 +29,7 @@ from megatron_pulse.processes import end_on_interrupt, raise_on_interrupt
 from megatron_pulse.recipe.flags import CHECKPOINTS, keys_by_flag, training_flags
 from megatron_pulse.recipe.keys import Model, Recipe
 from megatron_pulse.recipe.read import read_recipe, write_recipe
+from model_specs import is_cascade
 
 _DESCRIPTION = """\
 Trains by a recipe, a TOML file ('pulse recipe' writes one to begin with). KEY=VALUE replaces a key
@@ -236,6 +237,11 @@ def _without_import(model: Model, output: Path) -> TrainingStart | None:
     if (known := _known(model, output)) is None and _is_checkpoint(place := Path(model.weights)):
         flags = _checkpoint_flags(model, place)
         return TrainingStart(flags, ("--pretrained-checkpoint", str(place)))
+    if model.backbone is not None and is_cascade(model.backbone):
+        raise UserError(
+            f"model.weights {model.weights}: a cascade has the weights of its chains. Leave the "
+            "key out, and name folders in model.backbone, as high=diffusers:FOLDER"
+        )
     return known
 
 

@@ -128,7 +128,7 @@ class Data:
     frame_stride: Count | None = key("every so many are taken", "--pulse-frame-stride")
     motion_bucket: NotNegative | None = key("of SVD's clips", "--pulse-motion-bucket")
     frame_noise: Text | None = key(
-        "on SVD's first frames: median and deviation", "--pulse-frame-noise"
+        'on SVD\'s first frames, as "0.05,0.5": median, deviation', "--pulse-frame-noise"
     )
     clip_start: Literal["middle", "random"] | None = key(
         "where clips begin in films", "--pulse-clip-start"

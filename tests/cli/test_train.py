@@ -94,6 +94,9 @@ def test_other_weights_need_another_folder(tmp_path: Path):
     record.write_text("{")
     with pytest.raises(UserError, match="imported.json is damaged"):
         import_weights(model, tmp_path)
+    cascade = Model(weights=str(tmp_path), backbone="cascade:high=dit-tiny,low=dit-tiny")
+    with pytest.raises(UserError, match="a cascade has the weights of its chains. Leave the key"):
+        import_weights(cascade, tmp_path / "elsewhere")
     with pytest.raises(UserError, match="there is no such file or folder"):
         import_weights(Model(weights=str(tmp_path / "none")), tmp_path / "elsewhere")
 
