@@ -266,10 +266,11 @@ def test_declared_class_refuses_settings(kind: str, options: dict[str, Any], sai
 
 
 def test_declared_class_refuses_sizes_that_its_patches_cut() -> None:
-    tiny = TINY["skyreels"]
-    said = r"predicts \[4, 3, 6, 8\] for samples of \[4, 3, 7, 8\]"
+    tiny = TINY["hunyuan_video15"]
+    said = r"predicts \[4, 2, 8, 8\] for samples of \[4, 3, 8, 8\]"
+    cut = {"patch_size_t": 2, "frames": 3}  # patches of frames are no part of patch_size
     with pytest.raises(ValueError, match=said):
-        load_backbone(f"diffusers:{tiny.kind}", {**tiny.config, **tiny.sizes, "height": 7})
+        load_backbone(f"diffusers:{tiny.kind}", {**tiny.config, **tiny.sizes, **cut})
 
 
 def test_positions_are_those_of_pipelines() -> None:
