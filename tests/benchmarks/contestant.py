@@ -48,11 +48,11 @@ class Contestant:
     ``packed`` are the fp32 elements of the one tensor that enters each stage (not ours); ``layers``
     of a data-parallel run are (forward seconds, backward seconds, gradient elements).
     ``saved_bytes`` are what each stage keeps of a microbatch, ``wgrad_bytes`` what of it stays from
-    input gradient to weight gradient (none: all), ``state_bytes`` parameters, gradients and
-    optimizer of each device, ``working_bytes`` what its operations need beside what is held, all of
-    the real backbone. ``exchange`` sends shapes before tensors where they differ, else all are as
-    large as the largest (Megatron interleaved). ``sharding`` is
-    how FSDP2 and HSDP run their units, which are their ``layers``. ``way`` says in words how it
+    input gradient to weight gradient (none: all). ``state_bytes`` are parameters, gradients and
+    optimizer of each device, ``working_bytes`` the working memory of its operations. All are of the
+    real backbone. ``exchange`` sends shapes before tensors where they differ, else all are as large
+    as the largest (Megatron interleaved). ``sharding`` is how FSDP2 and HSDP run their units, which
+    are their ``layers``. ``way`` says in words how it
     runs where that was chosen, and ``micro_batch_size`` its microbatches' samples (0: as the
     backbone's). ``encoders`` run too, those that are no bubble tasks of the schedule in front of
     the step; ``backbone`` is run in the place of the others' (ours, relaying skips, or of other

@@ -110,7 +110,7 @@ class Emulation:
 
     @cached_property
     def workspace(self) -> Workspace:
-        """What operations need beside what is held, in real bytes."""
+        """Working memory of operations, in real bytes beside what is held."""
         times = self.profile.times[self.micro_batch_size]
         return Workspace(times, (1,) * len(times), self.costs, self.activations)
 

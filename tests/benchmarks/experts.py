@@ -16,8 +16,7 @@ side by side          each in a run of its own on half of the devices
 
 All are the tuner's choices, of a cascade's degrees and schedules, or of all ways to train one
 expert. Turns of n steps in one run are as fast as one after the other, less ``swap, s`` in every n
-steps: what a device must copy from and to the host to exchange one expert for the other. A dash:
-nothing fits.
+steps. A swap copies one expert to the host and the other from it. A dash: nothing fits.
 """
 
 from __future__ import annotations
@@ -38,10 +37,11 @@ from megatron_pulse.profile.roofline import ELEMENT_BYTES
 from tests.benchmarks.long_video import profile_of
 from tests.benchmarks.report import Flags, Report, count, positives, some_of
 from tests.benchmarks.setups import cluster_of, decide
+from tests.benchmarks.sharded_best import HOST_GBS
 
 MODELS = ("wan-14b-17f-480p", "wan-14b-81f-480p")
-HOST_GBS = 25.0
-"""Of each device."""
+_HOST_GBS = max(HOST_GBS)
+"""GB/s between a device and the host."""
 
 
 def two_of(profile: Profile) -> Profile:
@@ -68,7 +68,7 @@ def two_of(profile: Profile) -> Profile:
 
 def place(devices: int, rate: float, memory: int) -> Cluster:
     """A100s with so much memory."""
-    host = ClusterLink("pcie", HOST_GBS, 10.0, BandwidthScope.DEVICE)
+    host = ClusterLink("pcie", _HOST_GBS, 10.0, BandwidthScope.DEVICE)
     return cluster_of(devices, rate, memory, "A100-80GB", host=host)
 
 
@@ -98,7 +98,7 @@ def swap_s(profile: Profile, devices: int) -> float:
     num_bytes = sum(
         each * layer.trained_parameters + size * layer.frozen_parameters for layer in profile.layers
     )
-    return num_bytes / devices / HOST_GBS / 1e9
+    return num_bytes / devices / _HOST_GBS / 1e9
 
 
 def main() -> None:

@@ -65,6 +65,14 @@ def sizes(**given: int) -> tuple[str, ...]:
     return tuple(w for name, size in given.items() for w in ("--option", f"{name}={size}"))
 
 
+def guided(scale: float, side: int, length: int) -> dict[str, Any]:
+    """Arguments of a pipeline's call for square pictures, guided away from a prompt."""
+    return {
+        "negative_prompt": ["old cat"] * 2, "guidance_scale": scale, "height": side, "width": side,
+        "max_sequence_length": length,
+    }  # fmt: skip
+
+
 KL = (
     "AutoencoderKL",
     {
@@ -208,10 +216,7 @@ CASES = {
         (("t5", "T5EncoderModel"),),
         (4, 8, 8),
         (*sizes(height=8, width=8, text_length=7), *NEGATIVE),
-        {
-            "negative_prompt": ["old cat"] * 2, "guidance_scale": 2.0, "height": 16, "width": 16,
-            "max_sequence_length": 7,
-        },
+        guided(2.0, 16, 7),
         packed=lambda pipeline, noise: pipeline._pack_latents(noise, 2, 4, 8, 8),
         unpacked=lambda pipeline, made: pipeline._unpack_latents(made, 16, 16, 2),
         atol=2e-5,  # its thousandfold times, once divided and once multiplied
@@ -229,10 +234,7 @@ CASES = {
         (("umt5", "UMT5EncoderModel"),),
         (4, 8, 8),
         (*sizes(height=8, width=8, text_length=7), *NEGATIVE, "--flow-grid", "scheduler"),
-        {
-            "negative_prompt": ["old cat"] * 2, "guidance_scale": 2.0, "height": 16, "width": 16,
-            "max_sequence_length": 7,
-        },
+        guided(2.0, 16, 7),
     ),
     "mochi": Case(
         diffusers.MochiPipeline,
@@ -265,10 +267,7 @@ CASES = {
         (("gemma2", "Gemma2Model"),),
         (4, 8, 8),
         (*sizes(height=8, width=8, text_length=40), *NEGATIVE),
-        {
-            "negative_prompt": ["old cat"] * 2, "guidance_scale": 2.0, "height": 16, "width": 16,
-            "max_sequence_length": 40,
-        },
+        guided(2.0, 16, 40),
     ),
     "z_image": Case(
         diffusers.ZImagePipeline,
@@ -282,10 +281,7 @@ CASES = {
         (4, 8, 8),
         # The pipeline adds the difference of the predictions to the conditional one.
         (*sizes(height=8, width=8, text_length=40), *NEGATIVE[:2], "--guidance", "2.5"),
-        {
-            "negative_prompt": ["old cat"] * 2, "guidance_scale": 1.5, "height": 16, "width": 16,
-            "max_sequence_length": 40,
-        },
+        guided(1.5, 16, 40),
         atol=1e-5,
     ),
     "sana": Case(
