@@ -31,8 +31,9 @@ The first passes before they are searched if nothing is found. The second is the
 best recompute. The third is their minimum if the first search took too long.
 """
 
-OF_ALL = (Recompute.SELECTIVE, Recompute.ALWAYS)
-"""Policies that need no search per partition."""
+OF_ALL = (Recompute.ALWAYS, Recompute.SELECTIVE)
+"""Policies that need no search per partition. Each has a search of its own: estimates know too
+little of memory to tell which is faster."""
 
 FEWER = 3
 """Best outcomes whose partitions are tried with recomputation as needed."""
@@ -67,12 +68,16 @@ def search_low_memory(
     found = search(evaluator, candidates, keep, first, look, finish_s)
     if not few or (found.outcomes and not _is_short(found)):
         return found
-    again = evaluator.candidates(replace(choices, recompute=OF_ALL))
     unanswered = not found.outcomes and found.num_left > 0
     rest = max(seconds - found.seconds, LEAST_SHARE * seconds)
-    with_all = search(
-        evaluator, again, keep, Budget(rest / 2 if unanswered else rest, clock), progress, finish_s
-    )
+    with_all, all_s = Tuning(), rest / 2 if unanswered else rest
+    policies = [r for r in OF_ALL if r is Recompute.ALWAYS or evaluator.profile.selects]
+    for i, policy in enumerate(policies):
+        again = evaluator.candidates(replace(choices, recompute=(policy,)))
+        budget = Budget((all_s - with_all.seconds) / (len(policies) - i), clock)
+        with_all = merged(
+            with_all, search(evaluator, again, keep, budget, progress, finish_s), keep
+        )
     _with_fewer(evaluator, with_all, keep, clock)
     left = seconds - found.seconds - with_all.seconds
     if unanswered and left > UNANSWERED * seconds:

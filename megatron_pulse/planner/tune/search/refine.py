@@ -115,6 +115,7 @@ class _Rounds:
         for outcome in sorted(every.values(), key=_rank):
             alike.setdefault(execution_key(outcome), outcome)
         self.listed: dict[Tried, Outcome] = {tried(o): o for o in alike.values()}
+        self._extrapolated_s = {tried(o): o.step_s for o in alike.values() if o.extrapolated}
         self._at_once: dict[Tried, float] = {}
         self._searched: set[Tried] = set()
         self._moved: set[Tried] = set()
@@ -154,11 +155,17 @@ class _Rounds:
     def go(self, effort: int, share: float, count: int | None = None) -> None:
         """Make whole schedules of that effort for the ``count`` best in a share of the time.
 
-        Schedule searches are limited to outcomes near the best.
+        Schedule searches are limited to outcomes near the best, or near it by extrapolation: a
+        quick whole schedule is sometimes far longer.
         """
         until = self.budget.spent + share * self.budget.left
-        for outcome in self.ranked()[:count]:
-            far = outcome.step_s >= CLOSE * self.ranked()[0].step_s
+
+        def promised_s(outcome: Outcome) -> float:
+            extrapolated_s = self._extrapolated_s.get(tried(outcome), outcome.step_s)
+            return min(outcome.step_s, extrapolated_s) if effort else outcome.step_s
+
+        for outcome in sorted(self.ranked(), key=promised_s)[:count]:
+            far = promised_s(outcome) >= CLOSE * self.ranked()[0].step_s
             if self.work(outcome) > LARGEST or (
                 effort and (far or tried(outcome) in self._searched)
             ):
