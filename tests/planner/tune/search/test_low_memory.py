@@ -18,8 +18,9 @@ CHOICES = Choices(tensor=(1,), micro_batch_size=(1, 2))
 ALL = replace(CHOICES, recompute=(Recompute.ALWAYS,))
 
 
-def evaluator(memory_gb: float) -> Evaluator:
-    return Evaluator(profile(random.Random(0), 12, 5), cluster(1, 4, memory_gb=memory_gb), 16)
+def evaluator(memory_gb: float, dear: tuple[float, float] | None = None) -> Evaluator:
+    of = profile(random.Random(0), 12, 5, dear=dear)
+    return Evaluator(of, cluster(1, 4, memory_gb=memory_gb), 16)
 
 
 def short(of: Evaluator, seconds: float, choices: Choices = CHOICES) -> Tuning:
@@ -61,6 +62,20 @@ def test_all_is_tried_where_nothing_is_found_in_time(monkeypatch: pytest.MonkeyP
     assert kinds == {Recompute.ALWAYS, Recompute.NEEDED}  # as few as needed with the cuts of all
     fewer = [o for o in found.outcomes if o.config.recompute is Recompute.NEEDED]
     assert min(len(outcome.stages.activations.recompute) for outcome in fewer) < 12  # layers
+
+
+def test_full_recomputation_does_not_wait_for_selective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the time that is left divided between them."""
+    of, asked = evaluator(1.2, dear=(0.2, 0.9)), list[tuple[set[Recompute], float]]()
+
+    def spied(evaluator, candidates, keep, budget, progress, finish_s):  # type: ignore[no-untyped-def]
+        asked.append(({config.recompute for config in candidates}, budget.seconds))
+        return search(evaluator, candidates, keep, budget, progress, finish_s)
+
+    monkeypatch.setattr("megatron_pulse.planner.tune.search.low_memory.search", spied)
+    short(of, 1.0)
+    assert [kinds for kinds, _ in asked[1:3]] == [{Recompute.ALWAYS}, {Recompute.SELECTIVE}]
+    assert 0 < asked[1][1] <= 0.5
 
 
 def test_where_nothing_is_computed_again_all_is_not_tried() -> None:
