@@ -252,8 +252,10 @@ def z_image_forward(module: Any) -> Forward:
 def omnigen_forward(module: Any) -> Forward:
     """OmniGen from text alone: captions are filled at their beginning, as its processor does.
 
-    Rotary factors are the short ones: sequences have at most ``original_max_position_embeddings``
-    tokens. Positions count from the filling on; attention depends on their differences alone.
+    Rotary factors are the short ones up to ``original_max_position_embeddings`` tokens, else the
+    long ones. The class counts a caption's own tokens: sizes at which captions of different lengths
+    have different factors are refused. Positions count from the filling on; attention depends on
+    their differences alone.
     Times run from 1 to 0, as flow's target does, whose scheduler the pipeline turns around.
     """
 
@@ -267,10 +269,12 @@ def omnigen_forward(module: Any) -> Forward:
         image = module.patch_embedding(hidden_states, is_input_image=False)
         times = module.time_proj(1 - timestep).type_as(image)
         joint = torch.cat([text, module.time_token(times)[:, None], image], 1)
-        total = joint.shape[1]
-        if total > rope.original_max_position_embeddings:
+        total, most = joint.shape[1], rope.original_max_position_embeddings
+        if total > most >= total - length:
             raise ValueError(
-                f"{total} tokens: only {rope.original_max_position_embeddings} are supported"
+                f"rotary factors change at {most} tokens, and captions of 0 to {length} make them "
+                f"{total - length} to {total}: take another size of picture, or a text_length of "
+                f"at most {most - total + length}"
             )
         missing = length - attention_mask.sum(1, keepdim=True)
         index = torch.arange(total, device=device)
@@ -281,13 +285,12 @@ def omnigen_forward(module: Any) -> Forward:
         bias = ((1 - mask.to(joint.dtype)) * lowest)[:, None]
 
         half = torch.arange(0, rope.dim, 2, dtype=torch.int64, device=device).float() / rope.dim
-        factors = torch.tensor(rope.short_factor, dtype=torch.float32, device=device)
+        scaling = rope.long_factor if total > most else rope.short_factor
+        factors = torch.tensor(scaling, dtype=torch.float32, device=device)
         angles = index[:, None].float() / (factors * rope.base**half)
         angles = torch.cat([angles, angles], -1)
-        ratio = rope.max_position_embeddings / rope.original_max_position_embeddings
-        scale = math.sqrt(
-            1 + math.log(max(ratio, 1)) / math.log(rope.original_max_position_embeddings)
-        )
+        ratio = rope.max_position_embeddings / most
+        scale = math.sqrt(1 + math.log(max(ratio, 1)) / math.log(most))
         rotary = tuple(part * scale for part in (angles.cos(), angles.sin()))
         for block in module.layers:
             joint = block(joint, attention_mask=bias, image_rotary_emb=rotary)

@@ -140,8 +140,13 @@ def _kandinsky5(config: Config, size: Sizes) -> Declared:
 
 
 def _kandinsky5_forward(module: Any) -> Forward:
-    """Kandinsky 5's forward on videos with channels first; positions follow from the sides."""
-    forward = module.forward
+    """Kandinsky 5's forward on videos with channels first; positions follow from the sides.
+
+    The class gives its embedding of times fp32 whatever the dtype of the weights.
+    """
+    forward, embedding = module.forward, module.time_embeddings.in_layer
+    embed = embedding.forward
+    embedding.forward = lambda times: embed(times.to(embedding.weight.dtype))
     _, down, across = module.config.patch_size
 
     def call(hidden_states: Any, encoder_hidden_states: Any, **others: Any) -> Any:

@@ -273,6 +273,35 @@ def test_declared_class_refuses_sizes_that_its_patches_cut() -> None:
         load_backbone(f"diffusers:{tiny.kind}", {**tiny.config, **tiny.sizes, **cut})
 
 
+def test_omnigen_takes_the_long_rotary_factors_for_long_sequences() -> None:
+    """17 tokens beside 6 of text; the second caption has 4."""
+    module, given = make("omnigen")
+    own = class_of("omnigen")(**TINY["omnigen"].config)
+    own.load_state_dict(module.state_dict())
+    inputs, found = given(2), []
+    for most in (23, 16):
+        module.rope.original_max_position_embeddings = most
+        own.rope.original_max_position_embeddings = most
+        found.append(_prediction(module(**inputs)))
+        torch.testing.assert_close(found[-1], _omnigen(own, inputs), rtol=0, atol=2e-6)
+    assert not torch.allclose(*found, atol=1e-3)
+    for most in (17, 22):
+        module.rope.original_max_position_embeddings = most
+        with pytest.raises(ValueError, match=f"text_length of at most {most - 17}"):
+            module(**inputs)
+
+
+def test_kandinsky5_runs_in_bf16() -> None:
+    """Its embedding of times, too, which the class gives fp32."""
+    module, given = make("kandinsky5")
+    inputs = given(2)
+    wanted = _prediction(module(**inputs))
+    half = {name: value.bfloat16() for name, value in inputs.items()}
+    found = _prediction(module.bfloat16()(**half))
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), wanted, rtol=0, atol=0.03 * float(wanted.abs().max()))
+
+
 def test_positions_are_those_of_pipelines() -> None:
     from diffusers.pipelines.longcat_image.pipeline_longcat_image import prepare_pos_ids
 

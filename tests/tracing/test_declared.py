@@ -14,11 +14,14 @@ from tests.tracing.zoo.declared import TINY, roles_of
 SKIPS = {"vace": 3, "i2vgen": 5}
 SUMMED = ("hidream", "lumina2", "z_image")
 """Classes whose times are used by so many layers that gradients are added in another order."""
-QUICK = ("hunyuan_video15", "wan_5b")
-ALONE = Layout("float32")
+LAYOUTS = (
+    Layout("float32"),
+    Layout("float32", 2, "sequential", 1, recompute=True),
+    Layout("float32", 4),
+)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", TINY)
 def test_a_declared_chain_gives_the_bits_of_its_module(name: str) -> None:
     chain = chain_equal_to(
         *make(name), roles=roles_of(name), rounding=1e-6 if name in SUMMED else 0.0
@@ -27,17 +30,11 @@ def test_a_declared_chain_gives_the_bits_of_its_module(name: str) -> None:
     assert sum(not unit.embedder for unit in chain.units) >= 3
 
 
-def test_every_other_declared_chain_gives_the_bits_of_its_module() -> None:
-    for name in TINY.keys() - set(QUICK):
-        test_a_declared_chain_gives_the_bits_of_its_module(name)
-
-
-def test_every_declared_chain_equals_one_process() -> None:
-    layouts = [ALONE, Layout("float32", 2, "sequential", 1, True), Layout("float32", 4)]
-    for name in TINY:
-        trained, eager = train_all(name, layouts, 4, steps=2)
-        assert not [f"{name}, {each.layout}: {fault}" for each in trained for fault in each.faults]
-        assert eager["float32"] == pytest.approx(trained[0].reference.losses, rel=1e-4)
+@pytest.mark.parametrize("name", TINY)
+def test_a_declared_chain_equals_one_process(name: str) -> None:
+    trained, eager = train_all(name, LAYOUTS, 4, steps=2)
+    assert not [f"{each.layout}: {fault}" for each in trained for fault in each.faults]
+    assert eager["float32"] == pytest.approx(trained[0].reference.losses, rel=1e-4)
 
 
 def test_two_times_are_spread_within_layers() -> None:
