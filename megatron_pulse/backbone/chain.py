@@ -30,6 +30,8 @@ class TensorSpec:
       sequence parallelism tensor-parallel ranks do too.
     - ``others``: shapes in microbatches of the chain's other shapes (see ``shapes``). Sizes in
       elements and bytes refer to the largest.
+    - ``detached``: no parameter has a part in the tensor. Attention masks of floats are an example:
+      with a gradient they would have another kernel than where they are computed.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +39,7 @@ class TensorSpec:
     dtype: str = COMPUTE
     sequence: bool = False
     others: tuple[tuple[int, ...], ...] = ()
+    detached: bool = False
 
     def at(self, shape_index: int) -> TensorSpec:
         """Spec in microbatches of the chain's shape ``shape_index`` alone; 0 is the first."""
@@ -57,8 +60,8 @@ class TensorSpec:
 
     @property
     def differentiable(self) -> bool:
-        """True if the tensor can have a gradient: neither integers nor a mask."""
-        return self.dtype not in ("int64", "int32", "bool")
+        """True if the tensor can have a gradient: neither integers nor detached."""
+        return not self.detached and self.dtype not in ("int64", "int32", "bool")
 
     def bytes_per_sample(self, compute_bytes: int) -> int:
         """Bytes per sample, with ``compute_bytes`` per element of ``"compute"``."""

@@ -26,7 +26,7 @@ from megatron_pulse.tracing.input_roles import Make, read_inputs, read_others
 from megatron_pulse.tracing.quantized_graph import Quantization, weights_of_blocks
 from megatron_pulse.tracing.self_check import compare_with_module
 from megatron_pulse.tracing.torch_export import DerivationError
-from megatron_pulse.tracing.units import UnitChain, work_of
+from megatron_pulse.tracing.units import UnitChain, detached_values, work_of
 
 _NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 
@@ -108,6 +108,8 @@ def from_module(
         for n, spec in specs.items():
             other = spec_of(name, told[n], chain.values[n], there[n], dtype)
             specs[n] = replace(spec, others=(*spec.others, other.shape))
+    for n in detached_values(first):
+        specs[n] = replace(specs[n], detached=True)
     taken = {n for u in first.units for n in u.takes} - {n for u in first.units for n in u.gives}
     called = {n: first.inputs[n] for n in sorted(taken - {first.sample})}
     field_of = {

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megatron_pulse.tracing.graph_analysis import can_travel, place_of, value_of
+from megatron_pulse.tracing.graph_analysis import (
+    GraphAnalysis,
+    can_travel,
+    place_of,
+    value_of,
+)
 from megatron_pulse.tracing.torch_export import DerivationError, Exported
 from megatron_pulse.tracing.unit_assignment import SizeDecisions, UnitAssignment
 
@@ -116,6 +121,20 @@ class UnitChain:
     constant_names: tuple[str, ...]
     constant_state: tuple[str, ...]
     decided: SizeDecisions
+
+
+def detached_values(chain: UnitChain) -> set[str]:
+    """Values that units compute without a parameter, directly or by what they take."""
+    trained, detached = set[str](), set[str]()
+    for unit in chain.units:
+        nodes = list(unit.graph.nodes)
+        given = zip(nodes, (*unit.takes, *unit.state), strict=False)
+        starts = {node for node, name in given if name in trained or name in unit.weights}
+        reached = GraphAnalysis(nodes).after(starts)
+        (results,) = unit.graph.output_node().args
+        for name, node in zip(unit.gives, results, strict=True):
+            (trained if node in reached else detached).add(name)
+    return detached
 
 
 def unit_difference(first: UnitChain, other: UnitChain) -> str | None:

@@ -31,6 +31,7 @@ def test_rows_of_the_readme_are_those_of_the_command(name: str) -> None:
 def test_published_rows_are_of_these_models_and_have_those_of_the_readme() -> None:
     with PUBLISHED.open() as file:
         found = {each["model"]: each for each in csv.DictReader(file)}
+    assert list(found) == list(MODELS)
     for name, each in found.items():
         assert each["kind"] == MODELS[name].kind
         for way in ("full", "LoRA", "CP"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megatron_pulse as pulse
+from megatron_pulse.backbone.dataflow import required_gradients
 from tests.tracing.own import WIDTH
 
 
@@ -76,3 +78,30 @@ def test_what_gets_no_gradient_is_frozen(how: str, is_trained: bool) -> None:
         if expected is not None:
             assert parameter.grad is not None
             torch.testing.assert_close(parameter.grad, expected)
+
+
+class Masked(nn.Module):
+    """Attends to states that are projected once, with a mask of floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.pool = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+
+    def forward(self, x: Tensor, states: Tensor, kept: Tensor) -> Tensor:
+        bias = (1 - kept[:, None]) * -1e4
+        states = self.project(states)
+        pooled = self.pool(bias.softmax(-1) @ states)
+        for block in self.blocks:
+            x = x + F.scaled_dot_product_attention(block(x) + pooled, states, states, bias)
+        return x
+
+
+def test_masks_of_an_embedder_need_no_gradient() -> None:
+    """With one, attention would have another kernel on devices that receive the mask."""
+    given = {"x": torch.randn(2, 4, WIDTH), "states": torch.randn(2, 6, WIDTH)}
+    chain = pulse.from_module(Masked(), {**given, "kept": torch.ones(2, 6)}, sample="x")
+    wanted = required_gradients(chain).conditioning
+    (embedder,) = (layer for layer in chain.layers if layer.embedder)
+    needs = {spec.shape: wanted[name] for name, spec in embedder.provides.items()}
+    assert needs == {(1, 6): False, (1, WIDTH): True, (6, WIDTH): True}
