@@ -109,7 +109,7 @@ def from_module(
             other = spec_of(name, told[n], chain.values[n], there[n], dtype)
             specs[n] = replace(spec, others=(*spec.others, other.shape))
     for n in detached_values(first):
-        specs[n] = replace(specs[n], detached=True)
+        specs[n] = replace(specs[n], detached=specs[n].differentiable)
     taken = {n for u in first.units for n in u.takes} - {n for u in first.units for n in u.gives}
     called = {n: first.inputs[n] for n in sorted(taken - {first.sample})}
     field_of = {
