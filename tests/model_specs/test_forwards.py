@@ -283,7 +283,7 @@ def test_omnigen_takes_the_long_rotary_factors_for_long_sequences() -> None:
         module.rope.original_max_position_embeddings = most
         own.rope.original_max_position_embeddings = most
         found.append(_prediction(module(**inputs)))
-        torch.testing.assert_close(found[-1], _omnigen(own, inputs), rtol=0, atol=2e-6)
+        torch.testing.assert_close(found[-1], _omnigen(own, dict(inputs)), rtol=0, atol=2e-6)
     assert not torch.allclose(*found, atol=1e-3)
     for most in (17, 22):
         module.rope.original_max_position_embeddings = most
