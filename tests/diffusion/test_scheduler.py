@@ -185,7 +185,7 @@ def test_pixels_are_clipped_by_a_new_scheduler():
         ({"_class_name": "TCDScheduler"}, ["distilled"]),
         ({"_class_name": "FlowMatchLCMScheduler"}, ["distilled"]),
         ({"_class_name": "DDPMWuerstchenScheduler"}, ["Cascade"]),
-        ({"_class_name": "CogVideoXDDIMScheduler"}, ["supported classes"]),
+        ({"_class_name": "RePaintScheduler"}, ["supported classes"]),
         ({}, ["None"]),
         (
             {"_class_name": "DDIMScheduler", "beta_schedule": "sigmoid", "snr_shift_scale": 3.0},
