@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import DynamicShift, FlowGrid, TimeShift
 
 type Guide = Callable[[Tensor, Tensor, float | Tensor], Tensor]
@@ -53,6 +54,12 @@ class SamplingRules:
     settings: Mapping[str, Any] = field(default_factory=dict)
     finish: Callable[[Tensor], Tensor] | None = None
     caution: str = ""
+
+    def shifted(self, process: DiffusionProcess, size: SampleSize) -> DiffusionProcess:
+        """``process`` whose dynamic shift, if it has one, is a number."""
+        if not isinstance(process.shift, DynamicShift):
+            return process
+        return replace(process, shift=self.shift(process.shift, size))
 
 
 NO_RULES = SamplingRules()

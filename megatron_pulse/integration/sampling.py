@@ -104,7 +104,7 @@ class TrainedModel:
             return self.process
         shape, num_tokens = self.backbone.sample_spec.shape, self.backbone.image_tokens
         size = SampleSize(shape, num_tokens, num_steps)
-        return replace(self.process, shift=self.rules.shift(self.dynamic_shift, size))
+        return self.rules.shifted(replace(self.process, shift=self.dynamic_shift), size)
 
     def flow_grid(self, asked: FlowGrid | None) -> FlowGrid:
         """Grid of flow's times: ``asked``, or that of an imported model's pipeline."""
