@@ -63,6 +63,7 @@ _NEUTRAL = {
     "use_dynamic_shifting": False,
     "invert_sigmas": False,
     "sigma_data": 1.0,
+    "snr_shift_scale": 1.0,
 }
 DYNAMIC = {
     "base_shift": "base_shift",
@@ -340,11 +341,10 @@ def _beta_values(
         "objective": choice.objective or objective or Objective.EPSILON,
         "num_timesteps": int(settings["num_train_timesteps"]),
     }
-    if trained is not None:
+    if settings.get(SNR_SHIFT, 1) != 1 and (trained is not None or kind in schedules):
+        values["trained_betas"] = _shifted_betas(settings)
+    elif trained is not None:
         values["trained_betas"] = tuple(trained)
-    elif settings.get(SNR_SHIFT, 1) != 1 and kind in schedules:
-        unasked = choice.noise_schedule is None and choice.trained_betas is None
-        values["trained_betas"] = _shifted_betas(settings) if unasked else None
     elif kind in schedules:
         values["schedule"] = schedules[kind]
         if kind != "squaredcos_cap_v2":
@@ -363,7 +363,8 @@ def _shifted_betas(settings: Mapping[str, Any]) -> tuple[float, ...]:
     """Betas of CogVideoX, whose ratio of signal to noise is divided by a scale."""
     import diffusers
 
-    kept = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", SNR_SHIFT)
+    betas = ("beta_start", "beta_end", "beta_schedule", "trained_betas")
+    kept = ("num_train_timesteps", *betas, SNR_SHIFT)
     scheduler = diffusers.CogVideoXDDIMScheduler(**{name: settings[name] for name in kept})
     signal = scheduler.alphas_cumprod.double()
     before = signal.roll(1)

@@ -50,8 +50,10 @@ def assert_same_noise(process, config):
     if process.zero_terminal_snr and expected[-1] > 0:
         assert expected[-1] == 2**-24  # Euler's, which divides by it, writes that for 0
         expected[-1] = 0
-    torch.testing.assert_close(signal**2, expected, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(noise**2, 1 - expected, rtol=1e-6, atol=1e-7)
+    # CogVideoX computes its table in fp64, and not from betas.
+    tolerance = {"rtol": 1e-6, "atol": 3e-7 if "CogVideoX" in config["_class_name"] else 1e-7}
+    torch.testing.assert_close(signal**2, expected, **tolerance)
+    torch.testing.assert_close(noise**2, 1 - expected, **tolerance)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
