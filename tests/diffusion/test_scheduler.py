@@ -333,6 +333,17 @@ def test_solvers_of_flow():
     assert scheduler_of_process(process, False)["_class_name"] == config["_class_name"]
 
 
+def test_times_that_are_shares_stay_so():
+    """OmniGen's, whose class inverts them itself."""
+    name, settings = OF_FLOW[0], {"invert_sigmas": True, "num_train_timesteps": 1}
+    config = {"_class_name": name, "_diffusers_version": diffusers.__version__, **settings}
+    process = process_of_scheduler(config, inverted=True)
+    assert process.num_timesteps == 1000 and process.timestep(0.5) == 500
+    assert scheduler_of_process(process, clip=False) == config
+    with pytest.raises(PublishedError, match="invert_sigmas"):
+        process_of_scheduler(config)
+
+
 def test_diffusers_passes_over_our_own_key(caplog):
     """The key begins with an underscore; diffusers warns of any other unknown key."""
     process = DiffusionProcess(Objective.FLOW, shift=2.0)
