@@ -558,8 +558,24 @@ def sampling_rules(name: str) -> SamplingRules:
     from megatron_pulse.diffusion.sampling_rules import NO_RULES
     from model_specs.common.sampling_rules import BY_CLASS as RULES
 
-    own = _family(name)
-    return RULES.get(own.family, NO_RULES) if isinstance(own, DerivedFamily) else NO_RULES
+    own: Any = _family(name)
+    kind = own.family if isinstance(own, DerivedFamily) else getattr(own, "PUBLISHED_AS", None)
+    return RULES.get(str(kind), NO_RULES)
+
+
+def known_frames(record: Mapping[str, Any]) -> int:
+    """Number of first frames that a backbone's samples are given in ``image_latent``."""
+    return int(record.get("options", {}).get("known_frames") or 0)
+
+
+def padding_frames(record: Mapping[str, Any]) -> int:
+    """Number of first frames of latents that no decoder gets: those that fill CogVideoX 1.5's
+    patches."""
+    if record.get("family") != "CogVideoXTransformer3DModel":
+        return 0
+    options = record["options"]
+    frames = (options["sample_frames"] - 1) // options["temporal_compression_ratio"] + 1
+    return int(-frames % (options["patch_size_t"] or 1))
 
 
 def text_recipe(name: str, backbone: Backbone) -> TextRecipe | None:

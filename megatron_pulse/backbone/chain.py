@@ -247,13 +247,13 @@ class Backbone:
         """Number of tokens of the sample: patches, or positions without patches.
 
         Counted as in diffusers' pipelines for a resolution-dependent shift. A sample ``(n, c)``
-        consists of packed tokens; in a video the tokens of one frame count.
+        consists of packed tokens; all frames of a video ``(c, f, h, w)`` count.
         """
         shape = self.input_spec.shape
         if len(shape) < 3:
             return math.prod(shape[:-1])
-        height, width = shape[-2:]
-        return (height // self.patch_size) * (width // self.patch_size)
+        *frames, height, width = shape[1:]
+        return math.prod(frames) * (height // self.patch_size) * (width // self.patch_size)
 
     @property
     def divides_sequences(self) -> bool:

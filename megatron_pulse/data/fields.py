@@ -12,6 +12,9 @@ Some other fields have a default if the data lacks them:
 ``aspect_ratio``    PixArt's (height / width,)
 ``patch_corner``    (0, 0): a whole sample, in patch-wise training
 ``added_time_ids``  SVD's (frames a second - 1, motion bucket, noise augmentation) of the clip
+``original_size``   CogView's (height, width) of the image file; ``target_size`` of the picture,
+                    ``crop_coords`` its corner
+``ofs``             2, of image to video by CogVideoX 1.5
 ==================  =========================================================================
 
 In ``time_ids`` and ``image_meta_size``, the first height and width are those of the image file. The
@@ -21,9 +24,10 @@ the field ``framing``. In sampling the image is the requested picture, without a
 
 Dropping a sample's conditioning for classifier-free guidance turns states to zeros (or to the
 data's null values) and their masks to ones. Fields that describe the picture's format (all above
-but the masks) stay. So do a control image (``conditioning``, see ``images/conditioning.py``) and
-appended fields (``backbone/appended_fields.py``), but for ``image_latent``. Of a backbone that also
-reads ``image_embedding`` (SVD), training drops the two together, and each alone (``APART``).
+but the masks) stay. So do a control image (``conditioning``, see ``images/conditioning.py``),
+appended fields (``backbone/appended_fields.py``) and states of pictures (``PICTURE_STATES``), as
+pipelines keep them in guidance. Of a backbone that reads ``image_latent`` and ``image_embedding``
+(SVD), training drops the two together, and each alone (``APART``).
 """
 
 from __future__ import annotations
@@ -58,16 +62,28 @@ GUIDANCE = 3.5
 FRAMING = "framing"
 """Field of a latent folder with each sample's original size, crop's top and left, target size."""
 FRAMING_SPEC = FieldSpec((6,), "int64")
-SIZES = frozenset({"time_ids", "image_meta_size", "resolution", "aspect_ratio"})
+SIZES = frozenset(
+    {
+        "time_ids", "image_meta_size", "resolution", "aspect_ratio", "original_size",
+        "target_size", "crop_coords",
+    }
+)  # fmt: skip
 """Fields that describe a picture's size."""
 OF_FRAMING = SIZES | {TIME_IDS}
 """Fields that a sample's framing gives."""
 APART = (IMAGE_EMBEDDING, IMAGE_LATENT)
 """Fields of SVD's first frame: each probability of dropping is of the one, the other, and both."""
+PICTURE_STATES = frozenset(
+    {
+        "encoder_hidden_states_image", "image_embeds", "control_hidden_states", "latents_clean",
+        "latents_history_2x", "latents_history_4x",
+    }
+)  # fmt: skip
+"""Pictures, frames and their states that diffusers' classes read, under the classes' names."""
 KEPT = frozenset(
-    {"guidance", CONDITIONING, FRAMING, PATCH_CORNER, FRAME_NOISE, *OF_FRAMING}
-    | APPENDED - {IMAGE_LATENT}
-)
+    {"guidance", "ofs", CONDITIONING, FRAMING, PATCH_CORNER, FRAME_NOISE}
+    | OF_FRAMING | APPENDED | PICTURE_STATES
+)  # fmt: skip
 """Fields that a dropped sample keeps."""
 
 
@@ -139,9 +155,10 @@ def made_differently(made_by: Mapping[str, str], needed: Mapping[str, str]) -> l
     ]
 
 
-def default_null(name: str, spec: FieldSpec) -> Tensor | None:
-    """Value of a dropped field; None if the field stays."""
-    if name in KEPT:
+def default_null(name: str, spec: FieldSpec, beside: Collection[str] = ()) -> Tensor | None:
+    """Value of a dropped field among the fields ``beside``; None if the field stays."""
+    is_apart = name in APART and {*APART} <= {*beside}
+    if name in KEPT and not is_apart:
         return None
     fill = torch.ones if name.endswith("_mask") else torch.zeros
     return fill(spec.shape, dtype=spec.torch_dtype)
@@ -161,6 +178,10 @@ def default_value(name: str, spec: FieldSpec, framing: Framing) -> Tensor | None
         "image_meta_size": [*framing.original, *framing.target, *framing.crop],
         "resolution": [height, width],
         "aspect_ratio": [height / width],
+        "original_size": framing.original,
+        "target_size": framing.target,
+        "crop_coords": framing.crop,
+        "ofs": 2.0,
         PATCH_CORNER: [0, 0],
         TIME_IDS: [framing.fps - 1, framing.motion_bucket, 0],
     }

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_pulse.backbone.appended_fields import IMAGE_LATENT
 from megatron_pulse.diffusion.noise import sample_noises
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
 from megatron_pulse.diffusion.process_flags import DynamicShift, FlowGrid, Objective
+from megatron_pulse.diffusion.sampling_rules import NO_RULES, SamplingRules
 from megatron_pulse.diffusion.scheduler_export import (
     ddim_spacing,
     is_as_published,
@@ -49,8 +51,8 @@ def sample(
     self_conditioned: bool = False,
     noises: Iterator[Tensor] | None = None,
     flow_grid: FlowGrid = FlowGrid.EVEN,
-    norms: Callable[[Tensor], Tensor] | None = None,
-    even_grid: Callable[[int], list[float]] | None = None,
+    rules: SamplingRules = NO_RULES,
+    known_frames: int = 0,
 ) -> Tensor:
     """Draw ``count`` samples ``[count, *shape]`` float32, for named ``conditioning [count, ...]``.
 
@@ -62,9 +64,8 @@ def sample(
     Guidance (Ho & Salimans 2022) evaluates the model on ``[conditional; unconditional]``, a batch
     of twice ``count``, unless ``guidance_scale`` is 1. The unconditional half takes the values of
     ``null`` (without batch dimension, or ``[count, ...]``). A tensor of scales is broadcast to
-    ``shape``; SVD's grow from frame to frame. Experts may have scales of their own. The result is
-    scaled to the ``norms`` of the conditional prediction, if given. A learned sigma is ignored (see
-    ``predicted_mean``).
+    ``shape``; SVD's grow from frame to frame. Experts may have scales of their own. A learned sigma
+    is ignored (see ``predicted_mean``).
 
     ``eta`` is DDIM's (Song et al. 2021, eq. 16). Flow's Euler is stochastic if the published
     scheduler is. ``clip`` bounds DDIM's estimate of x_0 (1 for pixels in [-1, 1], None for
@@ -77,20 +78,25 @@ def sample(
     Sampling settings of a published scheduler apply (see ``sampling_settings`` and
     ``ddim_spacing``). Otherwise the grid begins at the last timestep (Lin et al. 2024, section
     3.3), each step ends at the grid's next timestep, and the last at clean data. A published DDIM
-    is diffusers' at any number of steps (see ``noise_left``). ``flow_grid`` is flow's;
-    ``even_grid`` replaces its even steps, as a pipeline does. A dynamic shift must be resolved
-    first (see ``DiffusionProcess.for_tokens``). Raises ValueError for invalid settings, and for
-    samples that are not finite.
+    is diffusers' at any number of steps (see ``noise_left``). ``flow_grid`` is flow's. A dynamic
+    shift must be resolved first (see ``DiffusionProcess.for_tokens``).
+
+    ``rules`` are those of the class's pipeline. The first ``known_frames`` of samples ``[c, f, h,
+    w]`` are those of the conditioning's ``image_latent``. Raises ValueError for invalid settings,
+    and for samples that are not finite.
     """
     if faults := setting_faults(process, num_steps, guidance_scale, eta, flow_grid, bool(null)):
         raise ValueError(format_faults("sampling", faults))
     if noises is None:
         noises = sample_noises(seed, range(first_index, first_index + count), shape)
     x = next(noises)
-    scheduler = _scheduler(process, num_steps, clip, flow_grid, even_grid)
+    scheduler = _scheduler(process, num_steps, clip, flow_grid, rules)
     is_edm = process.objective == Objective.EDM
+    scales_ends = rules.scales_ends and process.objective == Objective.FLOW
     if is_edm:
         x = x * scheduler.init_noise_sigma
+    elif scales_ends:
+        x = x * scheduler.sigmas[0]
     step = (
         partial(_ddim_step, eta=eta)
         if process.objective.has_betas
@@ -106,6 +112,7 @@ def sample(
         else {}
     )
 
+    guide = rules.guide()
     estimate: Tensor | None = None
 
     def predict(x: Tensor, timestep: Tensor) -> Tensor:
@@ -123,13 +130,21 @@ def sample(
             return mean
         conditional, unconditional = mean.chunk(2)
         scale = guidance_scale(float(timestep)) if callable(guidance_scale) else guidance_scale
-        guided_mean = unconditional + scale * (conditional - unconditional)
-        if norms is None:
-            return guided_mean
-        return guided_mean * (norms(conditional) / norms(guided_mean))
+        return guide(conditional, unconditional, scale)
+
+    def with_known(x: Tensor) -> Tensor:
+        if known_frames:
+            known = conditioning[IMAGE_LATENT][:, :, :known_frames].to(x)
+            x = torch.cat([known, x[:, :, known_frames:]], 2)
+        return x
 
     for timestep in track(scheduler.timesteps, "sampling", "steps", silent=not progress):
-        x = step(scheduler, predict(x, timestep), timestep, x, noises)
+        x = step(scheduler, predict(with_known(x), timestep), timestep, x, noises)
+    if scales_ends:
+        x = x / (1 - scheduler.sigmas[-1])
+    x = with_known(x)
+    if known_frames and rules.finish is not None:
+        x = rules.finish(x)
     if num := sum(not bool(one.isfinite().all()) for one in x):
         raise ValueError(
             f"{num} of {count} samples are not finite after {num_steps} steps. Check the weights "
@@ -206,7 +221,7 @@ def _scheduler(
     num_steps: int,
     clip: float | None,
     flow_grid: FlowGrid,
-    even_grid: Callable[[int], list[float]] | None,
+    rules: SamplingRules,
 ) -> Any:
     from diffusers import EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 
@@ -218,13 +233,16 @@ def _scheduler(
         euler = FlowMatchEulerDiscreteScheduler(
             num_train_timesteps=process.num_timesteps,
             shift=process.shift,
-            **sampling_settings(process),
+            **{**sampling_settings(process), **rules.settings},
         )
         if flow_grid == FlowGrid.SCHEDULER:
             euler.set_timesteps(num_steps)
-        else:  # diffusers' default grid spends its last step between 1/1000 and 0
-            even = np.linspace(1.0, 1.0 / num_steps, num_steps).tolist()
-            euler.set_timesteps(sigmas=even_grid(num_steps) if even_grid else even)
+        elif rules.grid is None:  # diffusers' grid spends its last step between 1/1000 and 0
+            euler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / num_steps, num_steps).tolist())
+        else:
+            times = rules.grid(num_steps)
+            euler.set_timesteps(sigmas=times[:num_steps])
+            euler.sigmas[-1] = times[num_steps] if len(times) > num_steps else 0.0
         return euler
     ddim = _ddim(process, num_steps, clip)
     if int(ddim.timesteps.max()) >= process.num_timesteps:

@@ -13,8 +13,11 @@ from megatron_pulse.diffusion.scheduler_import import (
     OF_EDM,
     OF_FLOW,
     OURS,
+    SNR_SHIFT,
+    TIMES_ARE_SHARES,
     defaults_of,
     is_edm,
+    process_of_scheduler,
     settings_of,
 )
 
@@ -33,7 +36,9 @@ _EDM = {
 """SVD's settings. Its betas only bound sigmas, which the settings give."""
 _STOCHASTIC = "stochastic_sampling"
 _SPACING = "timestep_spacing"
-_AS_PUBLISHED = ("DDIMScheduler", "DDIMParallelScheduler", OF_FLOW[0])
+_AS_PUBLISHED = (
+    "DDIMScheduler", "DDIMParallelScheduler", "CogVideoXDDIMScheduler", OF_FLOW[0],
+)  # fmt: skip
 """Schedulers that sampling here reproduces, beside EDM's."""
 
 
@@ -61,6 +66,11 @@ def scheduler_of_process(process: DiffusionProcess, clip: bool) -> dict[str, Any
         said = settings_of(base)
         takes = defaults_of(base["_class_name"])
         wanted = {k: value for k, value in wanted.items() if k in takes and said[k] != value}
+        if said.get(SNR_SHIFT, 1) != 1:  # the betas have it already
+            own = process_of_scheduler(base).trained_betas
+            wanted[SNR_SHIFT] = 1.0
+            if own == process.trained_betas:
+                wanted = {k: v for k, v in wanted.items() if k not in (SNR_SHIFT, "trained_betas")}
         if wanted.get("rescale_betas_zero_snr"):
             wanted[_SPACING] = "trailing"  # "leading" skips the last timestep
     import diffusers
@@ -101,6 +111,8 @@ def _suitable(process: DiffusionProcess) -> dict[str, Any] | None:
 
 def _flow_settings(process: DiffusionProcess, base: Mapping[str, Any]) -> dict[str, Any]:
     wanted: dict[str, Any] = {"num_train_timesteps": process.num_timesteps}
+    if settings_of(base)["num_train_timesteps"] == 1 and process.num_timesteps == TIMES_ARE_SHARES:
+        wanted = {}
     if isinstance(process.shift, DynamicShift):
         dynamic = {theirs: getattr(process.shift, ours) for theirs, ours in DYNAMIC.items()}
         return {**wanted, "use_dynamic_shifting": True, **dynamic}
@@ -124,7 +136,8 @@ def sampling_settings(process: DiffusionProcess) -> dict[str, Any]:
         return {}
     settings = settings_of(process.scheduler)
     keys = _FLOW_SAMPLING if process.objective == Objective.FLOW else _SAMPLING
-    return {key: settings[key] for key in keys if key in settings}
+    unclipped = {"clip_sample"} if SNR_SHIFT in settings else set()  # CogVideoX's never clip
+    return {key: settings[key] for key in keys if key in settings.keys() - unclipped}
 
 
 def ddim_spacing(process: DiffusionProcess) -> str:

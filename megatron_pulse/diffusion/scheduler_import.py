@@ -33,7 +33,8 @@ OF_BETAS = (
     "DEISMultistepScheduler", "DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler",
     "EulerAncestralDiscreteScheduler", "EulerDiscreteScheduler", "HeunDiscreteScheduler",
     "KDPM2AncestralDiscreteScheduler", "KDPM2DiscreteScheduler", "LMSDiscreteScheduler",
-    "PNDMScheduler", "SASolverScheduler", "UniPCMultistepScheduler",
+    "PNDMScheduler", "SASolverScheduler", "UniPCMultistepScheduler", "CogVideoXDDIMScheduler",
+    "CogVideoXDPMScheduler",
 )  # fmt: skip
 OF_FLOW = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
 OF_EDM = "EulerDiscreteScheduler"
@@ -50,8 +51,8 @@ _REFUSED = {
     "SCM": "the model is distilled to few steps; no objective continues that",
 }
 type _Reader = Callable[[Mapping[str, Any], ProcessChoice, list[str]], dict[str, Any]]
-_INVERTED = ("MochiTransformer3DModel",)
-_OLD_KEYS = {"tensor_format", "clip_sample", "skip_prk_steps", "set_alpha_to_one"}
+_INVERTED = ("MochiTransformer3DModel", "OmniGenTransformer2DModel")
+_OLD_KEYS = {"tensor_format", "clip_sample", "skip_prk_steps", "set_alpha_to_one", "sigma_data"}
 # Leftovers of another class, harmless only with these values.
 _NEUTRAL = {
     "rescale_betas_zero_snr": False,
@@ -61,6 +62,8 @@ _NEUTRAL = {
     "shift": 1.0,
     "use_dynamic_shifting": False,
     "invert_sigmas": False,
+    "sigma_data": 1.0,
+    "snr_shift_scale": 1.0,
 }
 DYNAMIC = {
     "base_shift": "base_shift",
@@ -73,6 +76,8 @@ _NUMBERS = {
     "num_train_timesteps", "beta_start", "beta_end", "shift", "flow_shift", "base_shift",
     "max_shift", "base_image_seq_len", "max_image_seq_len",
 }  # fmt: skip
+TIMES_ARE_SHARES = 1000
+"""Timesteps of a process whose published scheduler has one, so that its times are shares."""
 SPACINGS = ("leading", "trailing", "linspace")
 SCHEDULER_FILE = "scheduler_config.json"
 PIPELINE_INDEX = "model_index.json"
@@ -97,6 +102,8 @@ SET_BY_PIPELINE: Mapping[str, Mapping[str, Any]] = {
     ),
 }  # fmt: skip
 """Scheduler settings that diffusers' pipelines override when they are loaded."""
+SNR_SHIFT = "snr_shift_scale"
+"""Setting of CogVideoX's schedulers."""
 OURS = "_megatron_pulse"
 """Key of ours for the timestep density; diffusers ignores keys with an underscore."""
 
@@ -334,7 +341,9 @@ def _beta_values(
         "objective": choice.objective or objective or Objective.EPSILON,
         "num_timesteps": int(settings["num_train_timesteps"]),
     }
-    if trained is not None:
+    if settings.get(SNR_SHIFT, 1) != 1 and (trained is not None or kind in schedules):
+        values["trained_betas"] = _shifted_betas(settings)
+    elif trained is not None:
         values["trained_betas"] = tuple(trained)
     elif kind in schedules:
         values["schedule"] = schedules[kind]
@@ -348,6 +357,19 @@ def _beta_values(
     if choice.zero_terminal_snr is None:
         values["zero_terminal_snr"] = bool(settings.get("rescale_betas_zero_snr"))
     return values
+
+
+def _shifted_betas(settings: Mapping[str, Any]) -> tuple[float, ...]:
+    """Betas of CogVideoX, whose ratio of signal to noise is divided by a scale."""
+    import diffusers
+
+    betas = ("beta_start", "beta_end", "beta_schedule", "trained_betas")
+    kept = ("num_train_timesteps", *betas, SNR_SHIFT)
+    scheduler = diffusers.CogVideoXDDIMScheduler(**{name: settings[name] for name in kept})
+    signal = scheduler.alphas_cumprod.double()
+    before = signal.roll(1)
+    before[0] = 1
+    return tuple((1 - signal / before).tolist())
 
 
 def is_edm(settings: Mapping[str, Any]) -> bool:
@@ -365,9 +387,10 @@ def _edm_values(
 def _flow_values(
     settings: Mapping[str, Any], choice: ProcessChoice, faults: list[str], inverted: bool
 ) -> dict[str, Any]:
+    count = int(settings["num_train_timesteps"])
     values: dict[str, Any] = {
         "objective": Objective.FLOW,
-        "num_timesteps": int(settings["num_train_timesteps"]),
+        "num_timesteps": TIMES_ARE_SHARES if count == 1 else count,
     }
     if settings.get("invert_sigmas") and not inverted:
         faults.append("invert_sigmas: times run from the sample to the noise")

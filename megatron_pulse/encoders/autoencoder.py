@@ -265,6 +265,15 @@ class Autoencoder:
         values = inner / scale + shift
         return values.transpose(1, 2) if self.frames_first else values
 
+    def first_frame(self, latents: Tensor) -> Tensor:
+        """Latents of a first frame as an image-to-video model reads them beside its sample.
+
+        CogVideoX 1.5 was trained with values that the scale divides instead of multiplying.
+        """
+        if not self.model.config.get("invert_scale_latents"):
+            return latents
+        return self.unscaled(latents) / self.scale.flatten()[0].to(latents)
+
     def _pixels(self, values: Tensor) -> Tensor:
         """Pixels of ``unscaled`` values ``[b, c', ...]``."""
         if self._side > 1:

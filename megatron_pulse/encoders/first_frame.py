@@ -59,7 +59,7 @@ def first_frame_fields(
         latent = autoencoder.encode(frame[None])
         (found[IMAGE_LATENT],) = for_every_frame(latent, shapes[IMAGE_LATENT][0], autoencoder)
     elif IMAGE_LATENT in shapes:
-        (first,) = autoencoder.encode(clip[None, :, :1])
+        (first,) = autoencoder.first_frame(autoencoder.encode(clip[None, :, :1]))
         latent = found[IMAGE_LATENT] = torch.zeros(shapes[IMAGE_LATENT])
         latent.narrow(0 if autoencoder.frames_first else 1, 0, 1).copy_(first)
     if KNOWN_MASK in shapes:

@@ -23,10 +23,14 @@ MOST_FRAMES = 16
 
 @dataclass(frozen=True)
 class SampleDecoder:
-    """Conversion of samples of ``shape`` to pictures, with or without an autoencoder."""
+    """Conversion of samples of ``shape`` to pictures, with or without an autoencoder.
+
+    The first ``num_padding`` frames of latents are left out.
+    """
 
     shape: tuple[int, ...]
     autoencoder: Autoencoder | None
+    num_padding: int = 0
 
     @property
     def factor(self) -> int:
@@ -80,6 +84,8 @@ class SampleDecoder:
         if self.autoencoder is not None and self.autoencoder.is_video:
             import torch
 
+            axis, count = self.frame_axis, self.num_padding
+            samples = samples.narrow(axis, count, samples.shape[axis] - count)
             videos = torch.cat([self.autoencoder.decode(part) for part in samples.split(1)])
             return videos.transpose(1, 2)
         frames = samples.movedim(self.frame_axis, 1)

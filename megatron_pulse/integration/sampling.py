@@ -26,7 +26,7 @@ from megatron_pulse.backbone.shape_buckets import PATCH_CORNER
 from megatron_pulse.data.captions import WordEncoder
 from megatron_pulse.data.data_record import recorded_data, recorded_provenance
 from megatron_pulse.data.dataset import LATENT, Framing
-from megatron_pulse.data.fields import APART, SIZES, constants, made_otherwise
+from megatron_pulse.data.fields import APART, PICTURE_STATES, SIZES, constants, made_otherwise
 from megatron_pulse.data.images.conditioning import CONDITIONING
 from megatron_pulse.data.picture_choice import RANDOM
 from megatron_pulse.diffusion.noise import diffusers_noises
@@ -34,12 +34,13 @@ from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import (
     DynamicShift,
     FlowGrid,
+    Objective,
     ProcessChoice,
     SamplingNoise,
 )
 from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.diffusion.sampling import Fields, GuidanceScale, sample
-from megatron_pulse.diffusion.sampling_rules import NO_RULES, SamplingRules
+from megatron_pulse.diffusion.sampling_rules import NO_RULES, SampleSize, SamplingRules
 from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.tokens import changed_since, recorded_by
 from megatron_pulse.errors import format_faults
@@ -54,7 +55,7 @@ from megatron_pulse.integration.training_data import (
     wanted_by,
 )
 from megatron_pulse.runtime.tensor_settings import compute_device
-from model_specs import compare_models, sampling_rules
+from model_specs import compare_models, known_frames, sampling_rules
 
 NO_FIELDS: Fields = MappingProxyType({})
 
@@ -88,8 +89,8 @@ class TrainedModel:
     """Differences from the model as it was trained, in words."""
     move: Callable[[torch.device], object] = lambda device: None
     """Move the weights to a device."""
-    is_shifted_dynamically: bool = False
-    """True if the pipeline's rule gives flow's shift, where the class has one."""
+    dynamic_shift: DynamicShift | None = None
+    """Shift of flow that depends on the sample's size, if the process has one."""
 
     @property
     def rules(self) -> SamplingRules:
@@ -98,10 +99,24 @@ class TrainedModel:
         return NO_RULES if name is None or self.backbone.parts else sampling_rules(name)
 
     def process_of(self, num_steps: int) -> DiffusionProcess:
-        """Process of sampling in a number of steps."""
-        if not self.is_shifted_dynamically or self.rules.shift is None:
+        """Process of sampling in a number of steps, shifted as by the class's pipeline."""
+        if self.dynamic_shift is None:
             return self.process
-        return replace(self.process, shift=self.rules.shift(self.backbone.image_tokens, num_steps))
+        shape, num_tokens = self.backbone.sample_spec.shape, self.backbone.image_tokens
+        size = SampleSize(shape, num_tokens, num_steps)
+        return self.rules.shifted(replace(self.process, shift=self.dynamic_shift), size)
+
+    def flow_grid(self, asked: FlowGrid | None) -> FlowGrid:
+        """Grid of flow's times: ``asked``, or that of an imported model's pipeline."""
+        if asked is not None:
+            return asked
+        is_flow = self.process.objective == Objective.FLOW
+        return self.rules.flow_grid if is_flow and self.process.scheduler else FlowGrid.EVEN
+
+    @property
+    def known_frames(self) -> int:
+        """Number of first frames that a sample is given."""
+        return known_frames(self.backbone.record)
 
     @property
     def num_classes(self) -> int | None:
@@ -313,6 +328,7 @@ def _request(model: TrainedModel, count: int, given: Fields, null: Fields) -> Re
         with_ += ["--control-image"] if CONDITIONING in lacking else []
         with_ += ["--image and --mask"] if lacking & {*INPAINTING} else []
         with_ += ["--image"] if lacking & {KNOWN_VIDEO, IMAGE_LATENT, REFERENCE_IMAGE} else []
+        with_ = [] if lacking & PICTURE_STATES else with_
         raise ValueError(
             f"{model.backbone.name} also reads {', '.join(sorted(lacking))}. Give "
             f"{' and '.join(with_)}{', or ' * bool(with_)}--from-data"
@@ -398,10 +414,10 @@ def trained_model(
     process = chosen_process(choice or ProcessChoice(), saved.process)
     at_size = process.for_tokens(backbone.image_tokens)
     is_own = choice is None or choice.flow_shift is None
+    shift = process.shift if is_own and isinstance(process.shift, DynamicShift) else None
     return TrainedModel(
-        backbone, at_size, predict, args, saved.folder, changes,
-        is_shifted_dynamically=is_own and isinstance(process.shift, DynamicShift),
-    )  # fmt: skip
+        backbone, at_size, predict, args, saved.folder, changes, dynamic_shift=shift
+    )
 
 
 @dataclass(frozen=True)
@@ -414,7 +430,8 @@ class Sampler:
     seed: int
     eta: float = 0.0
     noise: SamplingNoise = SamplingNoise.PER_SAMPLE
-    flow_grid: FlowGrid = FlowGrid.EVEN
+    flow_grid: FlowGrid | None = None
+    """None is the grid of an imported model's pipeline."""
     low_noise: tuple[float, float] | None = None
     """Timestep of a boundary, and the scale below it."""
 
@@ -500,9 +517,9 @@ def sample_parts(
         self_conditioned=model.is_self_conditioned,
         eta=sampler.eta,
         noises=noises,
-        flow_grid=sampler.flow_grid,
-        norms=model.rules.norms,
-        even_grid=model.rules.grid,
+        flow_grid=model.flow_grid(sampler.flow_grid),
+        rules=model.rules,
+        known_frames=model.known_frames,
     )
 
 

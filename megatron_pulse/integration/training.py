@@ -151,7 +151,7 @@ def train(
     )  # fmt: skip
     if options.samples.sample_every is not None and isinstance(data, DiffusionData):
         with refusing(ValueError, where="pictures: "):
-            pictures = SamplePictures(args, options, plan, data.process, schedule)
+            pictures = SamplePictures(args, options, plan, data, schedule)
         stopping["checkpoint_and_decide_exit"] = pictures.after_steps(
             stopping["checkpoint_and_decide_exit"]
         )

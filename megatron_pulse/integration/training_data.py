@@ -37,6 +37,7 @@ from megatron_pulse.dataclass_flags import flag_name
 from megatron_pulse.diffusion.learned_sigma import variational_bound
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
 from megatron_pulse.diffusion.preference import PreferenceLoss
+from megatron_pulse.diffusion.process_flags import DynamicShift
 from megatron_pulse.encoders.text_recipe import VAE, is_text
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.loop_encoders import DeviceEncoders, loop_encoders
@@ -131,6 +132,8 @@ class DiffusionData:
             chains = chains[:1]
         num_tokens = [chain.image_tokens for chain in chains]
         self.process = process.for_tokens(num_tokens[0])
+        self.dynamic_shift = process.shift if isinstance(process.shift, DynamicShift) else None
+        """Shift that depends on a sample's size, which ``process`` has for the first shape."""
         self.description = " or ".join(dict.fromkeys(map(process.describe, num_tokens)))
         self._seed = seed
         self._class_dropout = options.class_dropout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from megatron_pulse.backbone.appended_fields import (
     MASKED_IMAGE,
     inpaints,
 )
+from megatron_pulse.errors import Faults
 from model_specs.derived.forwards import scaled_guidance
 from model_specs.derived.image_transformer_inputs import IMAGES
 from model_specs.derived.inputs import Config, Declared, Input, Known, SameInput, Sizes
@@ -274,6 +276,14 @@ def _sana(config: Config, size: Sizes) -> Declared:
 
 
 def _aura_flow(config: Config, size: Sizes) -> Declared:
+    patch, side = config.patch_size, math.isqrt(config.pos_embed_max_size)
+    if faults := [
+        f"{name} = {places}: pos_embed_max_size = {config.pos_embed_max_size} has positions for "
+        f"{side * patch} at most. Give a smaller {name}, or pos_embed_max_size of {needed**2}"
+        for name, places in (("height", size.height), ("width", size.width))
+        if (needed := -(-places // patch)) > side
+    ]:
+        raise Faults(faults)
     return replace(_text(config, size, config.joint_attention_dim), timestep_scale=1e-3)
 
 

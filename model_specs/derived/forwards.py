@@ -306,7 +306,7 @@ def hunyuan_video15_forward(module: Any) -> Forward:
     """HunyuanVideo 1.5: the config's ``task_type`` says whether there is a picture.
 
     The class compares ``image_embeds`` with zeros for that. From text alone, tokens of a picture
-    are masked, and the known frames behind the sample are zeros.
+    are left out, and the known frames and their mask behind the sample are zeros.
     """
 
     def forward(
@@ -323,6 +323,9 @@ def hunyuan_video15_forward(module: Any) -> Forward:
         config = module.config
         patch = (config.patch_size_t, config.patch_size, config.patch_size)
         sides = [n // p for n, p in zip(hidden_states.shape[2:], patch, strict=True)]
+        if more := config.in_channels - hidden_states.shape[1]:
+            zeros = torch.zeros_like(hidden_states[:, :1]).expand(-1, more, -1, -1, -1)
+            hidden_states = torch.cat([hidden_states, zeros], 1)
         rotary = module.rope(hidden_states)
         temb = module.time_embed(timestep)
         text = module.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -269,6 +270,30 @@ def _of_lengths(module: Any) -> Forward:
     return call
 
 
+_COGVIEW4_TOKENS = 256
+"""Tokens of a picture at which CogView 4's pipeline shifts times by 1."""
+
+
+def _cogview4(config: Config, size: Sizes) -> Declared:
+    """CogView 4, whose pipeline shifts the noise of a sample and not the time that it gives."""
+    declared = _cogview(config, size)
+    tokens = size.height * size.width / config.patch_size**2
+    shift = 0.75 * math.sqrt(tokens / _COGVIEW4_TOKENS) + 0.25
+    return replace(declared, around=functools.partial(_before_shift, shift=shift))
+
+
+def _before_shift(module: Any, shift: float) -> Forward:
+    """Forward that gets the time of the sample's noise; the class gets that before the shift."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def call(timestep: Any, **others: Any) -> Any:
+        share = timestep / 1000
+        return forward(timestep=1000 * share / (share + shift * (1 - share)), **others)
+
+    return call
+
+
 _SQUARE = {"height": 128, "width": 128, "text_length": 512}
 IMAGES = {
     "ChromaTransformer2DModel": Known(_SQUARE, _chroma),
@@ -277,7 +302,7 @@ IMAGES = {
     "BriaTransformer2DModel": Known({**_SQUARE, "text_length": 128}, _bria),
     "HiDreamImageTransformer2DModel": Known({**_SQUARE, "text_length": 128}, _hidream),
     "CogView3PlusTransformer2DModel": Known({**_SQUARE, "text_length": 224}, _cogview),
-    "CogView4Transformer2DModel": Known({**_SQUARE, "text_length": 224}, _cogview),
+    "CogView4Transformer2DModel": Known({**_SQUARE, "text_length": 224}, _cogview4),
     "Lumina2Transformer2DModel": Known({**_SQUARE, "text_length": 256}, _lumina2),
     "ZImageTransformer2DModel": Known(_SQUARE, _z_image),
     "OmniGenTransformer2DModel": Known({**_SQUARE, "text_length": 256}, _omnigen),

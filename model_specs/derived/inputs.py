@@ -169,13 +169,15 @@ class Known:
         """Sizes of each of ``buckets``, written "8x12,12x8" in the order of ``defaults``.
 
         Sizes after the last given side come from ``chosen``, as do all sizes without buckets.
-        Raises ValueError for sizes below 1, for those that patches do not divide, for malformed and
-        for repeated buckets.
+        Raises ValueError for sizes below 1 (0 where that is the default), for those that patches do
+        not divide, for malformed and for repeated buckets.
         """
-        names = list(self.defaults(config))
+        defaults = self.defaults(config)
+        names = list(defaults)
         chosen = {name: chosen.get(name) for name in names}
-        if faults := [f"{n} is {size}: must be 1 or more" for n, size in chosen.items()
-                      if size is not None and size < 1]:  # fmt: skip
+        least = {name: min(1, size) for name, size in defaults.items()}
+        if faults := [f"{n} is {size}: must be {least[n]} or more" for n, size in chosen.items()
+                      if size is not None and size < least[n]]:  # fmt: skip
             raise Faults(faults)
         found: list[Mapping[str, Any]] = [chosen]
         if buckets:

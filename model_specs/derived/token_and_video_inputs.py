@@ -17,7 +17,7 @@ from megatron_pulse.backbone.appended_fields import (
 from model_specs.derived.forwards import reversed_flow, scaled_guidance
 from model_specs.derived.inputs import Around, Config, Declared, Input, Known, SameInput, Sizes
 from model_specs.derived.references import NO_REFERENCE, repeated, shifted, with_reference
-from model_specs.derived.two_times import with_given_frames
+from model_specs.derived.two_times import ltx_with_given_frames, with_given_frames
 
 THOUSANDTH = 1e-3
 """Timestep scale of classes with times from 0 to 1."""
@@ -204,16 +204,20 @@ def _wan(config: Config, size: Sizes) -> Declared:
         return declared
     if len(declared.inputs) > 3:
         raise ValueError("known_frames: this config takes known frames as channels")
-    patch = config.patch_size[0]
+    require_known_frames(size, config.patch_size[0])
+    image = Input(IMAGE_LATENT, (config.in_channels, size.frames, size.height, size.width))
+    return replace(
+        declared, inputs=(*declared.inputs, image), around=with_given_frames(size.known_frames)
+    )
+
+
+def require_known_frames(size: Sizes, patch: int) -> None:
+    """Raise ValueError unless a part of the frames is given, in patches of ``patch``."""
     if not 0 < size.known_frames < size.frames or size.known_frames % patch:
         raise ValueError(
             f"known_frames = {size.known_frames}: give a multiple of {patch} less than frames = "
             f"{size.frames}"
         )
-    image = Input(IMAGE_LATENT, (config.in_channels, size.frames, size.height, size.width))
-    return replace(
-        declared, inputs=(*declared.inputs, image), around=with_given_frames(size.known_frames)
-    )
 
 
 def wan(config: Config, size: Sizes) -> Declared:
@@ -240,7 +244,7 @@ def _mochi(config: Config, size: Sizes) -> Declared:
 
 
 def _ltx(config: Config, size: Sizes) -> Declared:
-    """LTX-Video: one token for each latent position."""
+    """LTX-Video: one token for each latent position; with ``known_frames`` image to video."""
     if (config.patch_size, config.patch_size_t) != (1, 1):
         raise ValueError("patch_size and patch_size_t other than 1 are unsupported")
     around = packed(lambda x: x.flatten(2).mT, lambda x, shape: x.mT.unflatten(2, shape[2:]))
@@ -256,6 +260,10 @@ def _ltx(config: Config, size: Sizes) -> Declared:
         SameInput("width", lambda batch: size.width),
         SameInput("rope_interpolation_scale", lambda batch: (8 / 25, 32.0, 32.0)),
     )
+    if size.known_frames:
+        require_known_frames(size, 1)
+        inputs = (*inputs, replace(video(config, size), path=IMAGE_LATENT))
+        around = ltx_with_given_frames(size.known_frames)
     return Declared("hidden_states", "timestep", inputs, around=around)
 
 
@@ -318,7 +326,7 @@ TOKENS = {
     ),
     "MochiTransformer3DModel": Known({"frames": 28, "height": 60, "width": 106}, _mochi),
     "LTXVideoTransformer3DModel": Known(
-        {"frames": 21, "height": 16, "width": 24, "text_length": 128}, _ltx
+        {"frames": 21, "height": 16, "width": 24, "text_length": 128, "known_frames": 0}, _ltx
     ),
     "CogVideoXTransformer3DModel": Known({}, _cogvideox),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from megatron_pulse.backbone.appended_fields import IMAGE_LATENT, KNOWN_MASK, KNOWN_VIDEO
@@ -18,6 +19,7 @@ from model_specs.derived.inputs import COMPUTE, Config, Declared, Input, Known, 
 from model_specs.derived.token_and_video_inputs import (
     GUIDANCE_SCALE,
     THOUSANDTH,
+    require_known_frames,
     video,
     wan,
     with_known_frames,
@@ -62,8 +64,9 @@ def _hunyuan_video15(config: Config, size: Sizes) -> Declared:
     if config.use_meanflow:
         raise ValueError("use_meanflow: distillation with a second time is unsupported")
     byt5 = (_BYT5_TOKENS, config.text_embed_2_dim)
+    frames = with_known_frames(config, size, IMAGE_LATENT, 1, mask_first=False)
     inputs = [
-        *with_known_frames(config, size, IMAGE_LATENT, 1, mask_first=False),
+        *(frames if config.task_type == "i2v" else frames[:1]),
         _times(COMPUTE),
         _context(size, config.text_embed_dim),
         _context_mask(size),
@@ -117,11 +120,15 @@ def _framepack(config: Config, size: Sizes) -> Declared:
     ]
     if config.guidance_embeds:
         inputs.append(Input("guidance", (), "float32"))
-    around = then(framepack_forward, scaled_guidance(GUIDANCE_SCALE))
-    return Declared("hidden_states", "timestep", tuple(inputs), around=around)
+    return Declared(
+        "hidden_states", "timestep", tuple(inputs),
+        patch_size=config.patch_size,
+        around=then(framepack_forward, scaled_guidance(GUIDANCE_SCALE)),
+    )  # fmt: skip
 
 
 def _kandinsky5(config: Config, size: Sizes) -> Declared:
+    """Kandinsky 5; with ``known_frames`` the first frames of the latents are given."""
     if config.attention_type != "regular":
         raise ValueError(f"attention_type {config.attention_type!r}: only 'regular' is supported")
     channels, sides = config.in_visual_dim, (size.frames, size.height, size.width)
@@ -131,28 +138,42 @@ def _kandinsky5(config: Config, size: Sizes) -> Declared:
         _context(size, config.in_text_dim),
         Input("pooled_projections", (config.in_text_dim2,), field="pooled"),
     ]
-    if config.visual_cond:
-        inputs += [
-            Input(IMAGE_LATENT, (channels, *sides), appended=True),
-            Input(KNOWN_MASK, (1, *sides), appended=True),
-        ]
-    return Declared("hidden_states", "timestep", tuple(inputs), around=_kandinsky5_forward)
+    if size.known_frames:
+        if not config.visual_cond:
+            raise ValueError("known_frames: visual_cond is false, so the class takes none")
+        require_known_frames(size, config.patch_size[0])
+        inputs.append(Input(IMAGE_LATENT, (channels, *sides)))
+    around = functools.partial(_kandinsky5_forward, num_known=size.known_frames)
+    return Declared("hidden_states", "timestep", tuple(inputs), around=around)
 
 
-def _kandinsky5_forward(module: Any) -> Forward:
+def _kandinsky5_forward(module: Any, num_known: int) -> Forward:
     """Kandinsky 5's forward on videos with channels first; positions follow from the sides.
 
-    The class gives its embedding of times fp32 whatever the dtype of the weights.
+    The first ``num_known`` frames are those of ``image_latent``, without noise, and follow once
+    more beside a mask of them. Without any, zeros follow. Their loss has no gradient. The class
+    gives its embedding of times fp32 whatever the dtype of the weights.
     """
     forward, embedding = module.forward, module.time_embeddings.in_layer
     embed = embedding.forward
     embedding.forward = lambda times: embed(times.to(embedding.weight.dtype))
     _, down, across = module.config.patch_size
 
-    def call(hidden_states: Any, encoder_hidden_states: Any, **others: Any) -> Any:
+    def call(
+        hidden_states: Any, encoder_hidden_states: Any, image_latent: Any = None, **others: Any
+    ) -> Any:
         import torch
 
         _, _, frames, height, width = hidden_states.shape
+        noisy = hidden_states[:, :, num_known:]
+        if module.config.visual_cond:
+            zeros, mask = torch.zeros_like(noisy), torch.zeros_like(hidden_states[:, :1])
+            if num_known:
+                known, ones = (x[:, :, :num_known] for x in (image_latent, torch.ones_like(mask)))
+                hidden_states = torch.cat([known, noisy], 2)
+                zeros = torch.cat([known, zeros], 2)
+                mask = torch.cat([ones, mask[:, :, num_known:]], 2)
+            hidden_states = torch.cat([hidden_states, zeros, mask], 1)
         is_480p = all(480 <= 8 * side <= 854 for side in (height, width))
         predicted = forward(
             hidden_states=hidden_states.permute(0, 2, 3, 4, 1),
@@ -163,7 +184,10 @@ def _kandinsky5_forward(module: Any) -> Forward:
             return_dict=False,
             **others,
         )
-        return predicted.permute(0, 4, 1, 2, 3)
+        predicted = predicted.permute(0, 4, 1, 2, 3)
+        if not num_known:
+            return predicted
+        return torch.cat([predicted[:, :, :num_known].detach(), predicted[:, :, num_known:]], 2)
 
     return call
 
@@ -285,7 +309,12 @@ def _easy_animate_forward(module: Any) -> Forward:
 
 
 def _cosmos(config: Config, size: Sizes) -> Declared:
-    """Cosmos from text; times are its preconditioning's, from 0 to 1."""
+    """Cosmos 2 from text; times are its preconditioning's, from 0 to 1."""
+    if config.extra_pos_embed_type is not None:
+        raise ValueError(
+            f"extra_pos_embed_type {config.extra_pos_embed_type!r} is Cosmos 1, whose pipelines "
+            "give logarithms of sigma as times: only Cosmos 2 is supported, with None"
+        )
     if config.in_channels != config.out_channels or config.img_context_dim_in:
         raise ValueError(
             "classes with known frames (a time for every frame) or pictures' states are unsupported"
@@ -295,8 +324,7 @@ def _cosmos(config: Config, size: Sizes) -> Declared:
         width = config.crossattn_proj_in_channels
     inputs: list[Input | SameInput] = [video(config, size), _times(), _context(size, width)]
     if size.frames > 1:
-        fps = 30 if config.extra_pos_embed_type == "learnable" else 16
-        inputs.append(SameInput("fps", lambda batch: fps))
+        inputs.append(SameInput("fps", lambda batch: 16))
     return Declared("hidden_states", "timestep", tuple(inputs), THOUSANDTH, around=cosmos_forward)
 
 
@@ -355,7 +383,8 @@ VIDEOS = {
         {"height": 64, "width": 64, "text_length": 1000}, _hunyuan_image
     ),
     "Kandinsky5Transformer3DModel": Known(
-        {"frames": 31, "height": 64, "width": 96, "text_length": 256}, _kandinsky5
+        {"frames": 31, "height": 64, "width": 96, "text_length": 256, "known_frames": 0},
+        _kandinsky5,
     ),
     "LTX2VideoTransformer3DModel": Known(
         {"frames": 16, "height": 16, "width": 24, "text_length": 1024}, _ltx2

@@ -102,7 +102,7 @@ CASES = {
         "wan",
         (("umt5", "UMT5EncoderModel"),),
         (4, 2, 4, 4),
-        (*sizes(frames=2, height=4, width=4, text_length=7), *NEGATIVE, "--flow-grid", "scheduler"),
+        (*sizes(frames=2, height=4, width=4, text_length=7), *NEGATIVE),
         {
             "negative_prompt": "old cat", "guidance_scale": 2.0, "num_frames": 5,
             "max_sequence_length": 7, "height": 32, "width": 32,
@@ -233,7 +233,7 @@ CASES = {
         KL,
         (("umt5", "UMT5EncoderModel"),),
         (4, 8, 8),
-        (*sizes(height=8, width=8, text_length=7), *NEGATIVE, "--flow-grid", "scheduler"),
+        (*sizes(height=8, width=8, text_length=7), *NEGATIVE),
         guided(2.0, 16, 7),
     ),
     "mochi": Case(
@@ -296,7 +296,7 @@ CASES = {
         ("AutoencoderDC", DC),
         (("gemma2", "Gemma2Model"),),
         (4, 8, 8),
-        (*sizes(height=8, width=8, text_length=20), *NEGATIVE, "--flow-grid", "scheduler"),
+        (*sizes(height=8, width=8, text_length=20), *NEGATIVE),
         {
             "negative_prompt": ["old cat"] * 2, "guidance_scale": 2.0, "height": 32, "width": 32,
             "max_sequence_length": 20, "use_resolution_binning": False, "clean_caption": False,

@@ -58,6 +58,8 @@ def test_a_mask_needs_what_it_masks():
         ("image_meta_size", (6,), [100, 90, 64, 48, 7, 8]),
         ("resolution", (2,), [64, 48]),
         ("aspect_ratio", (1,), [64 / 48]),
+        ("crop_coords", (2,), [7, 8]),
+        ("ofs", (), 2),
         ("time_ids", (5,), None),
         ("context", (6,), None),
     ],
@@ -71,6 +73,10 @@ def test_defaults(name, shape, expected):
 
 
 def test_null_values():
+    latent = FieldSpec((4, 3, 2, 2))
+    for name in ("image_latent", "image_embeds", "control_hidden_states"):
+        assert default_null(name, latent, {name, "context"}) is None, "as pipelines guide"
+    assert not default_null("image_latent", latent, {"image_latent", "image_embedding"}).any()
     assert (default_null("context", CONTEXT) == 0).all()
     assert default_null("context_mask", MASK).tolist() == [1, 1, 1, 1]
     assert default_null("time_ids", FieldSpec((6,))) is None

@@ -50,8 +50,10 @@ def assert_same_noise(process, config):
     if process.zero_terminal_snr and expected[-1] > 0:
         assert expected[-1] == 2**-24  # Euler's, which divides by it, writes that for 0
         expected[-1] = 0
-    torch.testing.assert_close(signal**2, expected, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(noise**2, 1 - expected, rtol=1e-6, atol=1e-7)
+    # CogVideoX computes its table in fp64, and not from betas.
+    tolerance = {"rtol": 1e-6, "atol": 3e-7 if "CogVideoX" in config["_class_name"] else 1e-7}
+    torch.testing.assert_close(signal**2, expected, **tolerance)
+    torch.testing.assert_close(noise**2, 1 - expected, **tolerance)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -185,7 +187,7 @@ def test_pixels_are_clipped_by_a_new_scheduler():
         ({"_class_name": "TCDScheduler"}, ["distilled"]),
         ({"_class_name": "FlowMatchLCMScheduler"}, ["distilled"]),
         ({"_class_name": "DDPMWuerstchenScheduler"}, ["Cascade"]),
-        ({"_class_name": "CogVideoXDDIMScheduler"}, ["supported classes"]),
+        ({"_class_name": "RePaintScheduler"}, ["supported classes"]),
         ({}, ["None"]),
         (
             {"_class_name": "DDIMScheduler", "beta_schedule": "sigmoid", "snr_shift_scale": 3.0},
@@ -329,6 +331,17 @@ def test_solvers_of_flow():
         t = DiffusionProcess(Objective.FLOW, shift=3.0).timestep(u)
         assert abs(t - timestep) <= 1 + 1e-3  # theirs are cut to whole numbers
     assert scheduler_of_process(process, False)["_class_name"] == config["_class_name"]
+
+
+def test_times_that_are_shares_stay_so():
+    """OmniGen's, whose class inverts them itself."""
+    name, settings = OF_FLOW[0], {"invert_sigmas": True, "num_train_timesteps": 1}
+    config = {"_class_name": name, "_diffusers_version": diffusers.__version__, **settings}
+    process = process_of_scheduler(config, inverted=True)
+    assert process.num_timesteps == 1000 and process.timestep(0.5) == 500
+    assert scheduler_of_process(process, clip=False) == config
+    with pytest.raises(PublishedError, match="invert_sigmas"):
+        process_of_scheduler(config)
 
 
 def test_diffusers_passes_over_our_own_key(caplog):

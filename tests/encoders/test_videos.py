@@ -18,6 +18,7 @@ from megatron_pulse.diffusion.grid import save_animation
 from megatron_pulse.encoders.autoencoder import Autoencoder, AutoencoderError
 from megatron_pulse.encoders.first_frame import first_frame_fields
 from megatron_pulse.encoders.sample_decoder import SampleDecoder
+from model_specs import padding_frames
 from tests.data.films import frames_by_pyav, write_film
 
 WIDTHS = {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4}
@@ -268,3 +269,24 @@ def test_noise_offset_is_that_of_a_channel_of_all_frames() -> None:
     difference = offset["target"] - plain["target"]
     assert difference.std() > 0.01
     assert (difference.flatten(2).std(2) < 1e-6).all()
+
+
+def test_frames_of_cogvideox_1_5_are_scaled_and_padded_as_by_its_pipeline(tmp_path: Path) -> None:
+    kind, settings = MADE["cogvideox"]
+    torch.manual_seed(0)
+    given = {**settings, "invert_scale_latents": True, "scaling_factor": 0.7}
+    model = getattr(diffusers, kind)(**given).eval()
+    model.save_pretrained(tmp_path)
+    ours, clip = Autoencoder(tmp_path), torch.rand(3, 9, 32, 32) * 2 - 1
+    found = first_frame_fields({"image_latent": (4, 4, 4, 4)}, clip, ours)["image_latent"]
+    with torch.no_grad():
+        first = model.encode(clip[None, :, :1]).latent_dist.mean[0].transpose(0, 1)
+        torch.testing.assert_close(found[:1], first / 0.7, rtol=0, atol=1e-6)
+        assert not found[1:].any()
+        config = {"sample_frames": 9, "temporal_compression_ratio": 4, "patch_size_t": 2}
+        record = {"family": "CogVideoXTransformer3DModel", "options": config}
+        latents = torch.randn(1, 4, 4, 4, 4)
+        pipeline = diffusers.CogVideoXPipeline(None, None, model, None, None)
+        theirs = pipeline.decode_latents(latents[:, 1:]).clamp(-1, 1).transpose(1, 2)
+    decoder = SampleDecoder((4, 4, 4, 4), ours, padding_frames(record))
+    torch.testing.assert_close(decoder(latents), theirs, rtol=0, atol=1e-4)

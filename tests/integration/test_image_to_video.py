@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.data.dataset import FieldSpec
@@ -14,6 +16,8 @@ from megatron_pulse.data.latents.layout import LatentLayout, LatentType
 from megatron_pulse.data.latents.writer import LatentWriter
 from tests.encoders.test_videos import WAN, make
 from tests.integration.runs import STEPS, alone, assert_same, pipeline, run
+from tests.model_specs.test_pipelines import LTX_SCHEDULER
+from tests.tracing.zoo.declared import TINY
 
 SIZES = {**WAN, "num_layers": 3, "frames": 2, "height": 4, "width": 4}
 RUN = ["--pulse-backbone", "diffusers:WanTransformer3DModel", "--pulse-objective", "flow"]
@@ -73,3 +77,42 @@ def test_a_picture_is_continued_to_a_film(flags: list[str], tmp_path: Path) -> N
     for name, value in expected.items():
         assert fields[name].shape == (4, *SHAPE)
         assert all(torch.equal(row, value) for row in fields[name])
+
+
+def test_given_frames_are_drawn_as_by_the_pipeline(tmp_path: Path) -> None:
+    """Imported LTX with its scheduler, whose shift counts the tokens of all frames."""
+    module, kept = tmp_path / "ltx" / "transformer", tmp_path / "kept"
+    torch.manual_seed(0)
+    whole = diffusers.LTXVideoTransformer3DModel(**TINY["ltx_known"].config).eval()
+    whole.save_pretrained(module)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**LTX_SCHEDULER)
+    scheduler.save_pretrained(tmp_path / "ltx" / "scheduler")
+    sizes = {"frames": 3, "height": 4, "width": 6, "text_length": 6, "known_frames": 1}
+    assert main(["import", "--from", str(module), "--to", str(kept)]) == 0
+    shape = (8, 3, 4, 6)
+    fields = {"context": FieldSpec((6, 16)), "image_latent": FieldSpec(shape)}
+    layout = LatentLayout(shape, 1, LatentType.FLOAT32, fields)
+    given = {name: torch.randn(40, *spec.shape) for name, spec in fields.items()}
+    with LatentWriter(tmp_path / "latents", layout) as writer:
+        for i in range(40):
+            writer.add(torch.randn(shape), 0, {name: each[i] for name, each in given.items()})
+        writer.close()
+    tensors = str(tmp_path / "samples.safetensors")
+    draw = ["sample", "--load", str(kept), "--raw", "--from-data", "2", "--per-class", "1"]
+    draw += ["--data", f"latents:{tmp_path / 'latents'}", "--steps", "3", "--guidance", "2"]
+    draw += [word for name, size in sizes.items() for word in ("--option", f"{name}={size}")]
+    assert main([*draw, "--noise", "diffusers", "--seed", "5", "-o", tensors]) == 0
+    ours = load_file(tensors)["samples"]
+    noise = torch.randn((2, *shape), generator=torch.Generator().manual_seed(5))
+    first = ours[:, :, :1]
+    known = given["image_latent"][:, :, :1].flatten(1)
+    rows = [int((known == each.flatten()).all(1).nonzero()) for each in first]
+    noise[:, :, :1] = first
+    pipeline = diffusers.LTXImageToVideoPipeline(scheduler, None, None, None, whole)
+    ones, text = torch.ones(2, 6, dtype=torch.int64), given["context"][rows]
+    theirs = pipeline(
+        height=128, width=192, num_frames=17, num_inference_steps=3, guidance_scale=2.0,
+        latents=noise.flatten(2).mT, prompt_embeds=text, negative_prompt_embeds=0 * text,
+        prompt_attention_mask=ones, negative_prompt_attention_mask=ones, output_type="latent",
+    ).frames.mT.view(ours.shape)  # fmt: skip
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6 * float(theirs.abs().max()))

@@ -16,6 +16,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from megatron_pulse.cli.main import main
+from megatron_pulse.data.dataset import FieldSpec
+from megatron_pulse.data.latents.layout import LatentLayout, LatentType
+from megatron_pulse.data.latents.writer import LatentWriter
 from tests.data.captioned import captioned_digits
 from tests.integration.runs import BASE, STEPS, TEXT, TINY, pipeline, run, train
 from tests.integration.test_bad_input import refuse
@@ -250,6 +253,19 @@ def test_flags_of_pictures_without_an_interval_are_refused(monkeypatch: pytest.M
     assert "--pulse-sample-every is missing: --pulse-sample-steps is for pictures" in fault
 
 
+FLUX2 = [
+    *("--pulse-backbone", "diffusers:Flux2Transformer2DModel", "--pulse-flow-shift", "dynamic"),
+    *(
+        f"--pulse-option={option}"
+        for option in (
+            "in_channels=3", "num_layers=1", "num_single_layers=1", "attention_head_dim=16",
+            "num_attention_heads=2", "joint_attention_dim=16", "axes_dims_rope=4,4,4,4",
+            "timestep_guidance_channels=16", "guidance_embeds=false", "height=4", "width=4",
+            "text_length=6",
+        )
+    ),
+]  # fmt: skip
+"""A class whose pipeline's shift depends on the number of steps."""
 SEVERAL = Family("dit-tiny", options=("in_channels=1", "out_channels=1"), buckets="8x4,4x12")
 # (ranks, backbone, flags of the run, flags of pulse sample, largest relative difference)
 OTHERS: dict[str, tuple[int, str, list[str], list[str], float]] = {
@@ -277,6 +293,9 @@ OTHERS: dict[str, tuple[int, str, list[str], list[str], float]] = {
         2, "uvit", pipeline(2, "--pulse-objective", "v", "--pulse-sample-eta", "0.5"),
         ["--classes", "0-9", "--eta", "0.5"], 2e-7,
     ),
+    "a class's own shift": (
+        1, "none", [*FLUX2, "--pulse-sample-from-data", "2"], ["--from-data", "2"], 2e-7,
+    ),
     "the first of several sizes": (
         2, "none", pipeline(2, "--pulse-backbone", SEVERAL.backbone, *(
             f"--pulse-option={option}" for option in SEVERAL.every_option
@@ -286,11 +305,23 @@ OTHERS: dict[str, tuple[int, str, list[str], list[str], float]] = {
 }  # fmt: skip
 
 
+def write_texts(folder: Path) -> str:
+    """Random latents with random states of texts."""
+    layout = LatentLayout((3, 4, 4), 1, LatentType.FLOAT32, {"context": FieldSpec((6, 16))})
+    with LatentWriter(folder, layout) as writer:
+        for _ in range(40):
+            writer.add(torch.randn(3, 4, 4), 0, {"context": torch.randn(6, 16)})
+        writer.close()
+    return f"latents:{folder}"
+
+
 @pytest.mark.parametrize("case", OTHERS)
 def test_pictures_of_other_runs_are_those_of_the_checkpoint(case: str, tmp_path: Path):
     num_ranks, backbone, flags, more, most = OTHERS[case]
     if backbone == "unet" and TEXT[0] in flags:
         flags = [*flags, "--pulse-data", captioned_digits(tmp_path)]
+    if FLUX2[0] in flags and "diffusers:" in flags[flags.index(FLUX2[0]) + 1]:
+        flags = [*flags, "--pulse-data", write_texts(tmp_path / "latents")]
     if SEVERAL.backbone in flags:
         flags = [*flags, "--pulse-data", write_buckets(tmp_path / "latents", SEVERAL)]
     pictures = ["--pulse-sample-every", "2", "--pulse-sample-steps", "3"]

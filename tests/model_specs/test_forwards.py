@@ -103,6 +103,10 @@ def _appended(*names: str) -> Call:
     return call
 
 
+def _without_gradient_of_first(found: Tensor) -> Tensor:
+    return torch.cat([found[:, :, :1].detach(), found[:, :, 1:]], 2)
+
+
 def _wan_5b(module: Any, given: dict[str, Any]) -> Tensor:
     """A time for every token: 0 for those of the first frame."""
     latents, image = given["hidden_states"].clone(), given.pop("image_latent")
@@ -110,7 +114,7 @@ def _wan_5b(module: Any, given: dict[str, Any]) -> Tensor:
     times = given["timestep"][:, None].repeat(1, 3 * 16)
     times[:, :16] = 0
     found = _plain(module, {**given, "hidden_states": latents, "timestep": times})
-    return torch.cat([found[:, :, :1].detach(), found[:, :, 1:]], 2)
+    return _without_gradient_of_first(found)
 
 
 def _i2vgen(module: Any, given: dict[str, Any]) -> Tensor:
@@ -137,7 +141,11 @@ def _framepack(module: Any, given: dict[str, Any]) -> Tensor:
 
 
 def _kandinsky5(module: Any, given: dict[str, Any]) -> Tensor:
-    parts = [given.pop(name) for name in ("hidden_states", "image_latent", "known_mask")]
+    image = given.pop("image_latent")
+    noisy = torch.cat([image[:, :, :1], given.pop("hidden_states")[:, :, 1:]], 2)
+    mask = torch.zeros_like(noisy[:, :1])
+    mask[:, :, 0] = 1
+    parts = [noisy, image * mask, mask]
     found = module(
         hidden_states=torch.cat(parts, 1).permute(0, 2, 3, 4, 1),
         visual_rope_pos=[torch.arange(3), torch.arange(4), torch.arange(4)],
@@ -146,7 +154,17 @@ def _kandinsky5(module: Any, given: dict[str, Any]) -> Tensor:
         return_dict=False,
         **given,
     )
-    return found.permute(0, 4, 1, 2, 3)
+    return _without_gradient_of_first(found.permute(0, 4, 1, 2, 3))
+
+
+def _ltx(module: Any, given: dict[str, Any]) -> Tensor:
+    """A time for every token: 0 for those of the first frame."""
+    latents, image = given.pop("hidden_states"), given.pop("image_latent")
+    given["hidden_states"] = torch.cat([image[:, :, :1], latents[:, :, 1:]], 2).flatten(2).mT
+    places = latents[0, 0].numel()
+    given["timestep"] = given["timestep"][:, None].repeat(1, places)
+    given["timestep"][:, : latents[0, 0, 0].numel()] = 0
+    return _without_gradient_of_first(_plain(module, given).mT.view(latents.shape))
 
 
 def _ltx2(module: Any, given: dict[str, Any]) -> Tensor:
@@ -165,6 +183,13 @@ def _ltx2(module: Any, given: dict[str, Any]) -> Tensor:
 def _easy_animate(module: Any, given: dict[str, Any]) -> Tensor:
     inpaint = torch.cat([given.pop("known_mask"), given.pop("known_video")], 1)
     return _plain(module, {**given, "inpaint_latents": inpaint})
+
+
+def _cogview4(module: Any, given: dict[str, Any]) -> Tensor:
+    """Its pipeline's shift at 16 tokens is 0.4375: the time of the noise is given."""
+    share = given["timestep"] / 1000
+    given["timestep"] = 1000 * share / (share + 0.4375 * (1 - share))
+    return _plain(module, given)
 
 
 def _cosmos(module: Any, given: dict[str, Any]) -> Tensor:
@@ -199,9 +224,11 @@ CALLS: Mapping[str, Call] = {
     "sana_video": _scaled(0.1),
     "i2vgen": _i2vgen,
     "kandinsky5": _kandinsky5,
+    "ltx_known": _ltx,
     "ltx2": _ltx2,
     "easy_animate": _easy_animate,
     "cosmos": _cosmos,
+    "cogview4": _cogview4,
 }
 
 
@@ -252,6 +279,9 @@ def test_declared_class_equals_its_own_call(name: str) -> None:
             {"frames": 4, "known_frames": 1, "patch_size": "2,2,2"},
             "give a multiple of 2",
         ),
+        ("CosmosTransformer3DModel", {}, "'learnable' is Cosmos 1, whose pipelines"),
+        ("Kandinsky5Transformer3DModel", {"known_frames": 1}, "visual_cond is false"),
+        ("AuraFlowTransformer2DModel", {"height": 66, "width": 68}, "height = 66: pos_embed_max_"),
         ("HunyuanVideoFramepackTransformer3DModel", {}, "has_image_proj and has_clean_x_embedder"),
         (
             "ZImageTransformer2DModel",

@@ -109,7 +109,7 @@ refused. Without any, the model must have been trained on the words of --pulse-d
 Noise is drawn in float32 on the CPU and depends on --seed and the number of the sample alone. With
 --noise diffusers it is that of torch.Generator().manual_seed(SEED) for the whole batch: DDIM and
 FlowMatchEulerDiscreteScheduler with the same --steps, --guidance and encoders then give the
-pipeline's picture (SD3 and Wan with --flow-grid scheduler).
+pipeline's picture.
 
 examples:
   pulse sample --load runs/quickstart/checkpoints -o digits.png --score mnist
@@ -239,9 +239,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--flow-grid",
         "times of flow before the shift: N equal steps from 1, as Flux, or the scheduler's "
-        "own, as SD3 and Wan (default even)",
+        "own, as SD3 and Wan (default: as the pipeline of imported weights, else even)",
         choices=[str(kind) for kind in FlowGrid],
-        default=str(FlowGrid.EVEN),
     )
     size = "of the pictures in pixels (default: that of training, the first of several)"
     add("--height H", size, within=PIXELS, type=int)
@@ -410,7 +409,7 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
     drawing = _drawing(vae, model, args.vae_tiling)
     kind, rows, request, drawn_before = _asked(args, model, drawing)
     require(_check_model(args, model, kind, rows, drawing))
-    warn(noise_left(model.process, args.steps))
+    warn(noise_left(model.process, args.steps), model.rules.caution)
     asked = [row for row in rows for _ in range(args.per_class)]
     with as_user_error(ValueError, OSError):
         wanted = replace(request(model, asked), drawn_before=drawn_before)
@@ -421,7 +420,7 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
         args.seed,
         args.eta,
         SamplingNoise(args.noise),
-        FlowGrid(args.flow_grid),
+        None if args.flow_grid is None else FlowGrid(args.flow_grid),
         None if args.low_noise_guidance is None else (boundary, args.low_noise_guidance),
     )
     with as_user_error(ValueError, OSError):
@@ -433,6 +432,7 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
     weights = "raw" if args.raw else "averaged"
     process = model.process_of(args.steps)
     sampler, objective = describe_sampler(process), process.objective
+    is_flow = objective == Objective.FLOW
     record: dict[str, Any] = {
         "checkpoint": str(model.folder),
         "low_noise": None if args.low_noise is None else str(args.low_noise),
@@ -447,7 +447,7 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
         "num_steps": args.steps,
         "guidance": guidance,
         "eta": args.eta if objective.has_betas else None,
-        "flow_grid": args.flow_grid if objective == Objective.FLOW else None,
+        "flow_grid": str(model.flow_grid(settings.flow_grid)) if is_flow else None,
         "seed": args.seed,
         "noise": args.noise,
         kind: asked,
@@ -702,7 +702,7 @@ def _check_model(
         faults.append(
             f"--eta is DDIM's, and the model's process is {process.objective}: leave it out"
         )
-    if process.objective != Objective.FLOW and args.flow_grid != FlowGrid.EVEN:
+    if process.objective != Objective.FLOW and args.flow_grid == FlowGrid.SCHEDULER:
         faults.append(
             f"--flow-grid {args.flow_grid} is flow's, and the model's process is "
             f"{process.objective}: leave it out"
@@ -733,7 +733,8 @@ def _drawing(vae: Path | None, model: TrainedModel, tiled: bool) -> SampleDecode
         return SampleDecoder(shape, None)
     from megatron_pulse.encoders.autoencoder import Autoencoder
     from megatron_pulse.integration.training_encoders import other_autoencoder
+    from model_specs import padding_frames
 
     autoencoder = Autoencoder(vae, tiled=tiled)
     warn(other_autoencoder(autoencoder, model.arguments))
-    return SampleDecoder(shape, autoencoder)
+    return SampleDecoder(shape, autoencoder, padding_frames(model.backbone.record))

@@ -144,7 +144,8 @@ class LatentFolder(DiffusionDataset):
         return Framing((sizes[0], sizes[1]), (sizes[2], sizes[3]), (sizes[4], sizes[5]))
 
     def null_conditioning(self) -> dict[str, Tensor]:
-        defaults = {name: default_null(name, spec) for name, spec in self.fields.items()}
+        fields = self.fields
+        defaults = {name: default_null(name, spec, fields) for name, spec in fields.items()}
         return {name: null for name, null in defaults.items() if null is not None} | self._null
 
     @property

@@ -102,10 +102,9 @@ class SampleChoice:
         metavar="E",
         within=FROM_ZERO_TO_ONE,
     )
-    sample_flow_grid: str = flag(
-        "times of flow before the shift: even (as Flux) or scheduler (as SD3 and Wan; default "
-        "even)",
-        str(FlowGrid.EVEN),
+    sample_flow_grid: str | None = flag(
+        "times of flow before the shift: even (as Flux) or scheduler (as SD3; default: as the "
+        "pipeline of imported weights, else even)",
         choices=[str(kind) for kind in FlowGrid],
     )
     sample_seed: int = flag(

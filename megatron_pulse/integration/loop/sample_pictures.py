@@ -66,13 +66,13 @@ from megatron_pulse.integration.sampling import (
     request_prompts,
     sample_parts,
 )
-from megatron_pulse.integration.training_data import makes_pixels
+from megatron_pulse.integration.training_data import DiffusionData, makes_pixels
 from megatron_pulse.integration.training_encoders import other_autoencoder, require_same_encoders
 from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.runtime.collectives import broadcast_from_rank_0, gather_objects
 from megatron_pulse.runtime.tensor_settings import compute_device
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
-from model_specs import text_recipe
+from model_specs import padding_frames, text_recipe
 
 FOLDER = "samples"
 """Folder in ``--save``, and name of the images in TensorBoard and W&B."""
@@ -98,7 +98,7 @@ def picture_faults(
         faults.append(f"{_PREFIX}folder {_folder(args, choice)}: {fault}")
     guidance = 1.0 if choice.sample_guidance is None else choice.sample_guidance
     with collecting(faults):
-        grid = FlowGrid(choice.sample_flow_grid)
+        grid = FlowGrid(choice.sample_flow_grid or FlowGrid.EVEN)
         known = process.for_tokens(backbone.image_tokens)
         steps, eta = choice.sample_steps, choice.sample_eta
         found = setting_faults(known, steps, guidance, eta, grid, has_null=True)
@@ -165,7 +165,8 @@ def _decoder(
             )
         return SampleDecoder(backbone.sample_spec.shape, None)
     autoencoder = Autoencoder(folder, weighs=weighs, tiled=choice.sample_vae_tiling)
-    return SampleDecoder(backbone.sample_spec.shape, autoencoder)
+    padding = padding_frames(backbone.record)
+    return SampleDecoder(backbone.sample_spec.shape, autoencoder, padding)
 
 
 def lacks_pictures(args: argparse.Namespace, choice: SampleChoice, iteration: int) -> bool:
@@ -187,14 +188,15 @@ class SamplePictures:
         args: argparse.Namespace,
         options: PulseOptions,
         plan: Plan,
-        process: DiffusionProcess,
+        data: DiffusionData,
         schedule: PulseSchedule,
     ) -> None:
         self._args, self._choice, self._plan = args, options.samples, plan
         self._schedule = schedule
         self._model = TrainedModel(
-            plan.backbone, process, self._predict, args, Path(args.save or ".")
-        )
+            plan.backbone, data.process, self._predict, args, Path(args.save or "."),
+            dynamic_shift=data.dynamic_shift,
+        )  # fmt: skip
         self._chunks: list[nn.Module] = []
         self._decoder: SampleDecoder | None = None
         self._has_begun = False
@@ -207,7 +209,7 @@ class SamplePictures:
             self._guidance(),
             self._choice.sample_seed,
             self._choice.sample_eta,
-            flow_grid=FlowGrid(self._choice.sample_flow_grid),
+            flow_grid=None if (grid := self._choice.sample_flow_grid) is None else FlowGrid(grid),
         )
 
     def describe(self) -> str:
@@ -217,10 +219,11 @@ class SamplePictures:
         backbone, what = self._plan.backbone, f"{self._request.count}"
         if backbone.num_shapes > 1:
             what += f" of {'x'.join(map(str, backbone.sample_spec.shape))} (the first shape)"
+        caution = self._model.rules.caution
         return (
             f"pictures: {what} every {choice.sample_every} steps, with {weights} "
             f"weights, {self._sampler.num_steps} steps, guidance {self._sampler.guidance:g}, in "
-            f"{_folder(self._args, choice)}"
+            f"{_folder(self._args, choice)}" + (f"\nwarning: {caution}" if caution else "")
         )
 
     def before_first_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:

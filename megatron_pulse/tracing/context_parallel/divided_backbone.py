@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -201,9 +200,8 @@ def _traffic_of_family(
         )
         gathered = 0
         if layer is last:
-            frames = math.prod(backbone.output_spec.shape[1:-2])
             patches = backbone.output_spec.bytes_per_sample(compute_bytes)
-            features = patches // (frames * backbone.image_tokens)
+            features = patches // backbone.image_tokens
             gathered = layer.inputs[0].shape[0] * features
         yield LayerTraffic(
             layer.name,

@@ -138,7 +138,13 @@ TINY: dict[str, Tiny] = {
         {"in_visual_dim": 4, "in_text_dim": 16, "in_text_dim2": 8, "time_dim": 16,
          "out_visual_dim": 4, "model_dim": 32, "ff_dim": 48, "num_text_blocks": 1,
          "num_visual_blocks": 3, "axes_dims": (4, 6, 6), "visual_cond": True},
-        VIDEO,
+        {**VIDEO, "known_frames": 1},
+    ),
+    "ltx_known": Tiny(
+        "LTXVideoTransformer3DModel",
+        {"in_channels": 8, "out_channels": 8, "num_attention_heads": 2, "attention_head_dim": 16,
+         "cross_attention_dim": 32, "num_layers": 3, "caption_channels": 16},
+        {**VIDEO, "height": 2, "width": 2, "known_frames": 1},
     ),
     "ltx2": Tiny(
         "LTX2VideoTransformer3DModel",
@@ -182,7 +188,8 @@ TINY: dict[str, Tiny] = {
     "cosmos": Tiny(
         "CosmosTransformer3DModel",
         {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 24,
-         "num_layers": 3, "text_embed_dim": 16, "adaln_lora_dim": 8, "max_size": (4, 8, 8)},
+         "num_layers": 3, "text_embed_dim": 16, "adaln_lora_dim": 8, "max_size": (4, 8, 8),
+         "extra_pos_embed_type": None},
         VIDEO,
         times=1.0,
     ),
