@@ -526,8 +526,8 @@ def _recipes(name: str) -> list[TextRecipe]:
     config = own.CONFIGS[_name_in(own, name)]
     option = next((each for each in _LENGTHS if hasattr(config, each)), "")
     texts: tuple[TextRecipe, ...] = getattr(family, "TEXTS", ())
-    if family is None and isinstance(own, DerivedFamily):
-        texts = BY_CLASS.get(own.family, ())
+    if isinstance(own, DerivedFamily):
+        texts = (*texts, *BY_CLASS.get(own.family, ()))
     return [dataclasses.replace(recipe, length_option=option) for recipe in texts]
 
 
@@ -587,7 +587,7 @@ def text_recipe(name: str, backbone: Backbone) -> TextRecipe | None:
     read = text_fields(backbone.batch_fields)
     if not read:
         return None
-    for recipe in _recipes(name):
+    for recipe in sorted(_recipes(name), key=lambda recipe: not recipe.one_width):
         if recipe.is_of(backbone.batch_fields):
             return recipe
     raise UserError(

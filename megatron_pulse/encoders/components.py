@@ -10,11 +10,15 @@ from pathlib import Path
 from megatron_pulse.backbone.published_weights import PublishedError
 from megatron_pulse.diffusion.published import STEMS, read_folder
 from megatron_pulse.diffusion.scheduler_import import PIPELINE_INDEX
-from megatron_pulse.encoders.text_recipe import VAE
+from megatron_pulse.encoders.text_recipe import CONNECTORS, VAE
 from megatron_pulse.encoders.tokens import require
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
 from megatron_pulse.paths import is_file_name
+
+
+_FILES_AS = {"kolors": "transformers", "ltx2": "diffusers"}
+"""Library whose file names a pipeline's own components have, by the name of the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def weight_faults(folder: Path, names: Sequence[str]) -> list[str]:
     """Faults of the weights of the named components, from the headers of their files."""
     faults = []
     for name in names:
-        library = "diffusers" if name == VAE else "transformers"
+        library = "diffusers" if name in (VAE, CONNECTORS) else "transformers"
         where = folder / name
         if not where.is_dir():
             continue
@@ -89,7 +93,7 @@ def _components(folder: Path, index: dict[str, object]) -> Iterator[PipelineComp
             yield PipelineComponent(name, class_name, library, fault=fault)
         elif not where.is_dir():
             yield PipelineComponent(name, class_name, library, fault="there is no such folder")
-        elif (where / "config.json").is_file() and library in STEMS:
+        elif (where / "config.json").is_file() and _FILES_AS.get(library, library) in STEMS:
             yield _weighed(where, class_name, library)
         else:
             fault = "config.json is missing" if _has_config(name, library) else ""
@@ -97,12 +101,13 @@ def _components(folder: Path, index: dict[str, object]) -> Iterator[PipelineComp
 
 
 def _has_config(name: str, library: str) -> bool:
-    return library in STEMS and name.startswith((VAE, "text_encoder", "unet", "transformer"))
+    parts = (VAE, "text_encoder", CONNECTORS, "unet", "transformer")
+    return _FILES_AS.get(library, library) in STEMS and name.startswith(parts)
 
 
 def _weighed(where: Path, class_name: str, library: str) -> PipelineComponent:
     try:
-        tensors = read_folder(where, library=library)
+        tensors = read_folder(where, library=_FILES_AS.get(library, library))
     except PublishedError as error:
         fault = str(error).replace(f"{where}", where.name)
         return PipelineComponent(where.name, class_name, library, fault=fault)

@@ -14,6 +14,7 @@ from megatron_pulse.encoders.encoder_piece import EncoderPiece, run_pieces
 from megatron_pulse.encoders.finite import CHECK, all_finite, not_finite
 from megatron_pulse.encoders.loading import (
     files_amiss,
+    load,
     require_all,
     require_layers,
     silently,
@@ -22,6 +23,7 @@ from megatron_pulse.encoders.loading import (
 from megatron_pulse.encoders.seen_pictures import SeenPictures
 from megatron_pulse.encoders.text_pieces import Kept, text_pieces
 from megatron_pulse.encoders.text_recipe import (
+    CONNECTORS,
     ComponentKind,
     Part,
     State,
@@ -63,11 +65,13 @@ class TextEncoder:
         import transformers
 
         self.kind, self.place, self.device = recipe.kinds[place], place, device
+        self.multiple = 1
+        """Divisor of the number of tokens of a text."""
         self._sees = recipe.sees and weighs
         self.whole: Any = None
         """Model with its vision tower, if it also reads pictures."""
         where = folder / folder_name("text_encoder", place)
-        kind = getattr(transformers, self.kind.value)
+        kind = _class_of(self.kind)
         chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()
@@ -98,21 +102,37 @@ class TextEncoder:
         self.pooled_width = int(model.config.projection_dim) if projected else self.width
         said = recipe.masked_if_said and getattr(model.config, "use_attention_mask", False)
         masked = (place in recipe.masked or bool(said)) and weighs  # a mask depends on the ids
+        self._folders = [where]
+        connectors = None
+        if recipe.connects:
+            self._folders.append(folder / CONNECTORS)
+            connectors = _connectors(folder / CONNECTORS, self.dtype, device, weighs)
+            reads = connectors.config.text_proj_in_factor, connectors.config.caption_channels
+            makes = len(self.model.layers) + 1, self.width
+            if reads != makes:
+                raise UserError(
+                    "{}: they read {} states of width {}, the encoder makes {} of width {}".format(
+                        CONNECTORS, *reads, *makes
+                    )
+                )
+            self.width = connectors.video_connector.inner_dim
+            self.multiple = connectors.video_connector.num_learnable_registers or 1
         self.pieces: tuple[EncoderPiece, ...] = text_pieces(
-            self.kind, self.model, recipe.states_of(place), masked, kept
+            self.kind, self.model, recipe.states_of(place), masked, kept, connectors
         )
-        self._folder = where
 
     def _trunk(self, model: Any) -> Any:
         """Layers that read text: of a language model no head, no vision tower."""
         if self._sees:
             self.whole = model.eval().requires_grad_(False).to(self.device)
+        if self.kind is ComponentKind.GLM:
+            model.output_layer = torch.nn.Identity()  # the head, which no state needs
         return model.get_decoder() if self.kind.is_decoder else model
 
     @property
     def digest(self) -> str:
-        """Digest of the encoder's files."""
-        return digest_of(self._folder)
+        """Digests of the files of the encoder and of its connectors."""
+        return " ".join(map(digest_of, self._folders))
 
     def encode(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All states of tokenized texts, ``ids`` and ``mask`` [b, length], and their ``mask``."""
@@ -131,6 +151,48 @@ class TextEncoder:
 
     def __str__(self) -> str:
         return f"{self.kind.value} {str(self.dtype).removeprefix('torch.')} {self.digest}"
+
+
+def _class_of(kind: ComponentKind) -> Any:
+    """Class of models of this kind."""
+    if kind is ComponentKind.GLM:
+        from diffusers.pipelines.kolors.text_encoder import ChatGLMModel
+
+        return ChatGLMModel
+    import transformers
+
+    return getattr(transformers, kind.value)
+
+
+def _connectors(folder: Path, dtype: torch.dtype, device: torch.device, weighs: bool) -> Any:
+    """LTX-2's connectors of a folder, without those of sound."""
+    import diffusers
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors
+
+    try:
+        with torch.device("meta"), silently(diffusers.utils.logging):
+            config = LTX2TextConnectors.load_config(str(folder), local_files_only=True)
+            model: Any = LTX2TextConnectors.from_config(config)
+        tensors = stored(folder, "diffusers", weighs)
+        require_layers(tensors, model)
+        model.audio_connector = _Silent()
+        if model.config.per_modality_projections:
+            model.audio_text_proj_in = torch.nn.Identity()
+        torch.nn.Module.to(model, dtype)
+        if weighs and tensors is not None:
+            load(model, tensors, dtype)
+            model = model.to(device)
+    except Exception as error:  # diffusers raises many types
+        told = str(error) if isinstance(error, UserError) else describe_exception(error)
+        raise UserError(f"{CONNECTORS}: {told}") from error
+    return model.eval().requires_grad_(False)
+
+
+class _Silent(torch.nn.Module):
+    """Stand-in for a connector whose result is dropped."""
+
+    def forward(self, states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return states, mask
 
 
 class TextEncoders:
@@ -312,6 +374,13 @@ class TextEncoders:
 
     def _missing_encoders(self) -> list[str]:
         faults = []
+        if self.recipe.connects and self.folder.is_dir():
+            joined = self.folder / CONNECTORS
+            faults += [f"{CONNECTORS}: {fault}" for fault in files_amiss(joined)]
+            if not (joined / "config.json").is_file():
+                faults.append(
+                    f"{CONNECTORS}/config.json is missing: expected LTX2TextConnectors there"
+                )
         for place, kind in self.recipe.kinds.items():
             where = folder_name("text_encoder", place)
             faults += [f"{where}: {fault}" for fault in files_amiss(self.folder / where)]
@@ -344,10 +413,15 @@ class TextEncoders:
         encoder, length = self.encoders[part.place], self.tokenizers.state_lengths[part.place]
         if part.state is State.POOLED:
             return (encoder.pooled_width,)
-        return (length,) if part.state is State.MASK else (length, encoder.width)
+        is_mask = part.state in (State.MASK, State.CONNECTED_MASK)
+        return (length,) if is_mask else (length, encoder.width)
 
     def _misfits(self) -> list[str]:
-        faults = []
+        faults = [
+            f"{CONNECTORS} take multiples of {encoder.multiple} tokens, the backbone reads {length}"
+            for place, encoder in self.encoders.items()
+            if (length := self.tokenizers.state_lengths[place]) % encoder.multiple
+        ]
         for name, rows in self.recipe.fields.items():
             shapes = [[self._shape(part) for part in row] for row in rows]
             if len(shapes[0][0]) == 1:

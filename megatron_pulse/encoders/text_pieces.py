@@ -22,6 +22,7 @@ _SEEN = "_seen"
 """Mask in the attention's own format, empty if none is needed."""
 _BIAS = "bias"
 _ROTARY = ("_cos", "_sin")
+_TURN = "_turn"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -67,12 +68,19 @@ def text_pieces(
     states: frozenset[str],
     masked: bool,
     kept: Kept = ALL_KEPT,
+    connectors: nn.Module | None = None,
 ) -> tuple[EncoderPiece, ...]:
     """Layers of ``model`` that compute ``states`` (``Part.key``), as far as they are ``kept``.
 
-    ``masked`` layers do not attend to padding.
+    ``masked`` layers do not attend to padding. ``connectors`` join the states of all layers.
     """
-    if kind.is_decoder:
+    if connectors is not None:
+        count = len(model.layers)
+        every = frozenset(_layer_states(count))
+        return (*_decoder(model, masked, every), _connecting(connectors, count))
+    if kind is ComponentKind.GLM:
+        pieces = _glm(model, masked, states)
+    elif kind.is_decoder:
         pieces = _decoder(model, masked, states)
     elif kind in (ComponentKind.T5, ComponentKind.UMT5):
         pieces = _t5(model, masked, shares_bias=kind is ComponentKind.T5)
@@ -94,6 +102,23 @@ def text_pieces(
     return (*others, replace(end, run=through))
 
 
+def _layer_states(num_layers: int) -> list[str]:
+    """Names of the embeddings and of the states after each layer, the last with the norm."""
+    return [*(f"{State.HIDDEN}_{i}" for i in range(num_layers)), State.LAST.value]
+
+
+def _connecting(connectors: Any, num_layers: int) -> EncoderPiece:
+    """LTX-2's connectors, without those of sound, after the layers of its encoder."""
+    names = _layer_states(num_layers)
+
+    def connect(given: States) -> States:
+        stacked = torch.stack([given[name] for name in names], dim=-1).flatten(2)
+        made, _, mask = connectors(stacked, given[State.MASK], padding_side="left")
+        return {State.CONNECTED.value: made, State.CONNECTED_MASK.value: mask}
+
+    return EncoderPiece("connectors", connect, (connectors,))
+
+
 def _hidden_layers(states: Iterable[str], num_layers: int) -> dict[str, int]:
     """Number of layers before each requested state that follows a layer, without a norm."""
     found = {}
@@ -103,7 +128,7 @@ def _hidden_layers(states: Iterable[str], num_layers: int) -> dict[str, int]:
         elif name.startswith(f"{State.HIDDEN}_"):
             layer = int(name.removeprefix(f"{State.HIDDEN}_"))
             found[name] = layer if layer >= 0 else num_layers + 1 + layer
-            if not 0 < found[name] < num_layers:
+            if not 0 <= found[name] < num_layers:
                 raise UserError(
                     f"it has {num_layers} layers, but the states after {found[name]} are needed"
                 )
@@ -262,15 +287,20 @@ def _decoder(model: Any, masked: bool, states: frozenset[str]) -> tuple[EncoderP
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or [_SLIDING if window else _FULL] * len(layers)
     makers = {_FULL: create_causal_mask, _SLIDING: create_sliding_window_causal_mask}
+    by_kind = hasattr(model.rotary_emb, "layer_types")
+    """True if kinds of layers have rotary embeddings of their own (Gemma 3)."""
     wanted: dict[int, list[str]] = {}
     for name, count in _hidden_layers(states, len(layers)).items():
         wanted.setdefault(count, []).append(name)
 
     def embed(given: States) -> States:
-        return given | {_HIDDEN: model.embed_tokens(given["ids"])}
+        made = model.embed_tokens(given["ids"])
+        return given | {_HIDDEN: made} | dict.fromkeys(wanted.get(0, ()), made)
 
     def layer(index: int) -> Callable[[States], States]:
-        make = makers[kinds[index]]
+        kind = kinds[index]
+        make, seen_name = makers[kind], f"{_SEEN}_{kind}"
+        rotary = [f"{name}_{kind}" if by_kind else name for name in _ROTARY]
 
         def masking(hidden: Tensor, mask: Tensor | None) -> Tensor | None:
             made: Tensor | None = make(
@@ -280,16 +310,16 @@ def _decoder(model: Any, masked: bool, states: frozenset[str]) -> tuple[EncoderP
 
         def through(given: States) -> States:
             hidden = given[_HIDDEN]
-            seen = _seen(given, masked, masking, f"{_SEEN}_{kinds[index]}")
+            seen = _seen(given, masked, masking, seen_name)
             places = torch.arange(hidden.shape[1], device=hidden.device)[None]
-            turned = [given.get(name) for name in _ROTARY]
+            turned = [given.get(name) for name in rotary]
             if turned[0] is None:
-                turned = list(model.rotary_emb(hidden, places))
+                turned = list(model.rotary_emb(hidden, places, *([kind] if by_kind else [])))
             made = layers[index](
                 hidden, attention_mask=seen if seen.numel() else None, position_ids=places,
                 position_embeddings=tuple(turned),
             )  # fmt: skip
-            kept = {f"{_SEEN}_{kinds[index]}": seen, **dict(zip(_ROTARY, turned, strict=True))}
+            kept = {seen_name: seen, **dict(zip(rotary, turned, strict=True))}
             named = dict.fromkeys(wanted.get(index + 1, ()), made)
             return given | kept | {_HIDDEN: made} | named
 
@@ -302,4 +332,60 @@ def _decoder(model: Any, masked: bool, states: frozenset[str]) -> tuple[EncoderP
         EncoderPiece("embeddings", embed, (model.embed_tokens,)),
         *(EncoderPiece(f"layers.{i}", layer(i), (m,)) for i, m in enumerate(layers)),
         EncoderPiece("end", end, (model.norm,)),
+    )
+
+
+def _glm(model: Any, masked: bool, states: frozenset[str]) -> tuple[EncoderPiece, ...]:
+    """Layers of Kolors' ChatGLM, which take ``[length, b, width]``.
+
+    The pooled state is that of the last token before the final norm: texts end there, with padding
+    on the left.
+    """
+    layers = list(model.encoder.layers)
+
+    def embed(given: States) -> States:
+        return given | {_HIDDEN: model.embedding(given["ids"]).transpose(0, 1)}
+
+    def rotary(given: States) -> Tensor:
+        """Rotary embedding of tokens that are counted from the first of the text."""
+        if _TURN in given:
+            return given[_TURN]
+        places = (given["mask"].cumsum(1) - 1).clamp(min=0)
+        table: Tensor = model.rotary_pos_emb(model.seq_length)
+        return table[places].transpose(0, 1).contiguous()
+
+    def seen(given: States) -> Tensor:
+        def make(hidden: Tensor, mask: Tensor | None) -> Tensor | None:
+            if mask is None or mask.all():
+                return None
+            full: Tensor = model.get_masks(given["ids"], None, padding_mask=mask)
+            return full
+
+        return _seen(given, masked, make)
+
+    def layer(index: int) -> Callable[[States], States]:
+        def through(given: States) -> States:
+            mask, turn = seen(given), rotary(given)
+            made, _ = layers[index](
+                given[_HIDDEN].transpose(0, 1), mask if mask.numel() else None, turn,
+                use_cache=False,
+            )  # fmt: skip
+            hidden = made.transpose(0, 1)
+            named = {State.PENULTIMATE.value: hidden} if index == len(layers) - 2 else {}
+            return given | {_HIDDEN: hidden, _SEEN: mask, _TURN: turn} | named
+
+        return through
+
+    def end(given: States) -> States:
+        hidden = given[_HIDDEN]
+        made = {State.POOLED.value: hidden[:, -1]} if State.POOLED in states else {}
+        if State.LAST in states:
+            made[State.LAST.value] = model.encoder.final_layernorm(hidden)
+        return given | made
+
+    ends = (model.encoder.final_layernorm,) if State.LAST in states else ()
+    return (
+        EncoderPiece("embeddings", embed, (model.embedding,)),
+        *(EncoderPiece(f"layers.{i}", layer(i), (m,)) for i, m in enumerate(layers)),
+        EncoderPiece("end", end, ends),
     )

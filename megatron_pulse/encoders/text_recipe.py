@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from megatron_pulse.backbone.chain import TensorSpec
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
 
 
 class ComponentKind(StrEnum):
-    """Class in transformers of the encoder at a place of a pipeline."""
+    """Class of the encoder at a place of a pipeline, in transformers (``GLM``: in diffusers)."""
 
     CLIP = "CLIPTextModel"
     PROJECTED_CLIP = "CLIPTextModelWithProjection"
@@ -21,6 +22,8 @@ class ComponentKind(StrEnum):
     BERT = "BertModel"
     LLAMA = "LlamaModel"
     GEMMA2 = "Gemma2Model"
+    GEMMA3 = "Gemma3ForConditionalGeneration"
+    GLM = "ChatGLMModel"
     QWEN3 = "Qwen3Model"
     QWEN_VL = "Qwen2_5_VLForConditionalGeneration"
     QWEN_VL_TEXT = "Qwen2_5_VLTextModel"
@@ -43,6 +46,7 @@ _DECODERS = frozenset(
     {
         ComponentKind.LLAMA,
         ComponentKind.GEMMA2,
+        ComponentKind.GEMMA3,
         ComponentKind.QWEN3,
         ComponentKind.QWEN_VL,
         ComponentKind.QWEN_VL_TEXT,
@@ -60,6 +64,8 @@ class Cleaning(StrEnum):
     """Wan's: repaired characters, single spaces."""
     LOWER_CASE = "case"
     """Sana's: lower case, without spaces around."""
+    SPACES = "spaces"
+    """LTX-2's: without spaces around."""
 
 
 class State(StrEnum):
@@ -73,6 +79,10 @@ class State(StrEnum):
     """States after a number of layers, without a norm, ``[length, width]``."""
     POOLED = "pooled"
     """Last state of the end token, after the projection if there is one: ``[width]``."""
+    CONNECTED = "connected"
+    """States of all layers, joined by the pipeline's connectors, ``[length, width]``."""
+    CONNECTED_MASK = "connected_mask"
+    """The connectors' own mask: ``[length]``."""
     MASK = "mask"
     """1 at the text's tokens, 0 at padding: ``[length]``."""
 
@@ -131,7 +141,8 @@ class TextRecipe:
       do places whose config.json sets ``use_attention_mask``.
     - Padding: places in ``fitted`` are padded to the rest of the field's length, those in
       ``padded_as`` as another place, the others to their tokenizer's length.
-    - Sides: padding is on the right at places in ``right_padded``, else where the tokenizer says.
+    - Sides: padding is on the right at places in ``right_padded``, on the left at places in
+      ``left_padded``, else where the tokenizer says.
     - Zeros: states of padding at places in ``trimmed``. A text that leaves a place in ``absent``
       nothing to read has states and a mask of zeros there.
     - Templates: texts of places in ``templates`` are put into a template.
@@ -143,6 +154,7 @@ class TextRecipe:
     - ``beside``, ``never_beside``: other fields that a backbone with these text fields has, or
       has not.
     - ``inversions``: a token of textual inversion stands for all its vectors.
+    - ``one_width``: all fields have the width of the one encoder.
     - ``length_option``: the backbone's option for the text length; empty if there is none.
     """
 
@@ -153,6 +165,7 @@ class TextRecipe:
     padded_as: Mapping[int, int] = field(default_factory=dict)
     masked_if_said: bool = False
     right_padded: frozenset[int] = frozenset()
+    left_padded: frozenset[int] = frozenset()
     trimmed: frozenset[int] = frozenset()
     absent: frozenset[int] = frozenset()
     templates: Mapping[int, PromptTemplate] = field(default_factory=dict)
@@ -163,19 +176,27 @@ class TextRecipe:
     never_beside: frozenset[str] = frozenset()
     inversions: bool = False
     sees: bool = False
+    one_width: bool = False
     length_option: str = field(default="", compare=False)
 
-    def is_of(self, batch_fields: Collection[str]) -> bool:
+    def is_of(self, batch_fields: Mapping[str, TensorSpec]) -> bool:
         """True if it makes the text that a backbone with these fields reads."""
-        fields = {*batch_fields}
+        fields = batch_fields.keys()
         is_kin = self.beside <= fields and not self.never_beside & fields
-        return is_kin and self.fields.keys() == text_fields(fields)
+        if not is_kin or self.fields.keys() != text_fields(fields):
+            return False
+        return not self.one_width or len({batch_fields[n].shape[-1] for n in self.fields}) == 1
 
     def parts(self) -> Iterator[Part]:
         """All parts of all fields."""
         for rows in self.fields.values():
             for row in rows:
                 yield from row
+
+    @property
+    def connects(self) -> bool:
+        """True if the pipeline's connectors join the states of its encoder's layers."""
+        return any(part.state is State.CONNECTED for part in self.parts())
 
     def states_of(self, place: int) -> frozenset[str]:
         """Keys of the states taken from the encoder at a place."""
@@ -209,6 +230,8 @@ def padded_length(tokenizer: Path) -> int | None:
     return length_said(settings.get("model_max_length"))
 
 
+CONNECTORS = "connectors"
+"""Folder name of the module that joins the states of LTX-2's encoder."""
 VAE = "vae"
 """Folder name of a pipeline's autoencoder."""
 

@@ -25,6 +25,7 @@ from megatron_pulse.encoders.text_recipe import (
     LONGEST,
     VAE,
     Cleaning,
+    ComponentKind,
     TextParts,
     TextRecipe,
     folder_name,
@@ -79,8 +80,6 @@ class Tokenizers:
     def __init__(
         self, folder: str | Path, recipe: TextRecipe, shapes: Mapping[str, Sequence[int]]
     ) -> None:
-        import transformers
-
         self.folder, self.recipe = Path(folder), recipe
         require(self.folder, missing_tokenizers(self.folder, recipe))
         self._tokenizers: dict[int, Any] = {}
@@ -95,7 +94,7 @@ class Tokenizers:
             where = self.folder / folder_name("tokenizer", place)
             try:
                 # By default a terminal prompt would ask to run the folder's code.
-                tokenizer = transformers.AutoTokenizer.from_pretrained(
+                tokenizer = _tokenizer_class(recipe.kinds[place]).from_pretrained(
                     str(where), local_files_only=True, trust_remote_code=False
                 )
                 faults += _no_vocabulary(where, tokenizer)
@@ -103,8 +102,9 @@ class Tokenizers:
                     faults.append(
                         f"{where.name} has no pad_token, which fills texts to equal length"
                     )
-                if place in recipe.right_padded:
-                    tokenizer.padding_side = "right"
+                for side, of in {"right": recipe.right_padded, "left": recipe.left_padded}.items():
+                    if place in of:
+                        tokenizer.padding_side = side
                 self._tokenizers[place] = tokenizer
                 if (template := recipe.templates.get(place)) is not None:
                     made = self._renderings[place] = rendering(template.pipeline, tokenizer)
@@ -260,6 +260,17 @@ class Tokenizers:
         return dict(sorted(lengths.items()))
 
 
+def _tokenizer_class(kind: ComponentKind) -> Any:
+    """Class whose ``from_pretrained`` opens the tokenizer of an encoder."""
+    if kind is ComponentKind.GLM:
+        from diffusers.pipelines.kolors.tokenizer import ChatGLMTokenizer
+
+        return ChatGLMTokenizer
+    import transformers
+
+    return transformers.AutoTokenizer
+
+
 def _no_vocabulary(folder: Path, tokenizer: Any) -> list[str]:
     """Faults of a folder without a vocabulary, for which transformers makes an empty tokenizer.
 
@@ -319,6 +330,8 @@ def cleaned(text: str, kind: Cleaning) -> str:
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
         return str(prompt_clean(text))
+    if kind is Cleaning.SPACES:
+        return text.strip()
     if kind is Cleaning.LOWER_CASE:
         return text.lower().strip()
     return text.lower().strip() if (clean := _cleaner()) is None else clean(clean(text))
@@ -330,7 +343,7 @@ def cleans(kind: Cleaning) -> bool:
 
     if kind is Cleaning.CAPTION:
         return _cleaner() is not None
-    return kind is Cleaning.LOWER_CASE or bool(is_ftfy_available())
+    return kind in (Cleaning.LOWER_CASE, Cleaning.SPACES) or bool(is_ftfy_available())
 
 
 @functools.cache

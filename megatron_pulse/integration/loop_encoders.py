@@ -41,7 +41,13 @@ from megatron_pulse.encoders.first_frame import first_frame_fields, for_every_fr
 from megatron_pulse.encoders.image_encoder import EMBEDDING, IMAGE_ENCODER, ImageEncoder
 from megatron_pulse.encoders.image_pieces import MOMENTS, PIXELS
 from megatron_pulse.encoders.text_encoders import TextEncoders
-from megatron_pulse.encoders.text_recipe import VAE, TextRecipe, dropped_name, folder_name
+from megatron_pulse.encoders.text_recipe import (
+    CONNECTORS,
+    VAE,
+    TextRecipe,
+    dropped_name,
+    folder_name,
+)
 from megatron_pulse.encoders.tokens import digest_of, ids_name, mask_name
 from megatron_pulse.errors import Faults, collecting, unknown_name
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
@@ -113,6 +119,7 @@ class LoopEncoders:
         """Digest of the files of each encoder and tokenizer, by folder name; reads all files."""
         places = () if self.recipe is None else self.recipe.kinds
         texts = [folder_name(of, p) for of in ("text_encoder", "tokenizer") for p in places]
+        texts += [CONNECTORS] if self.recipe is not None and self.recipe.connects else []
         found = {name: digest_of(self.folder / name) for name in texts}
         if (autoencoder := self.autoencoder()) is not None:
             found[VAE] = autoencoder.made_by(typed=False)
@@ -295,7 +302,8 @@ def loop_encoders(options: PulseOptions, backbone: Backbone) -> LoopEncoders | N
         )
     used = [*(there if texts else ()), *([VAE] if autoencodes else [])]
     used += [IMAGE_ENCODER] if embeds else []
-    faults += weight_faults(folder, used)
+    joining = [CONNECTORS] if texts and recipe is not None and recipe.connects else []
+    faults += weight_faults(folder, used + joining)
     if embeds and not (folder / IMAGE_ENCODER).is_dir():
         faults.append(
             f"--pulse-encoders {folder}: {backbone.name} reads an embedding of the first frame, "

@@ -41,6 +41,13 @@ SD3 = TextRecipe(
     fitted=frozenset({3}),
     padded_as={2: 1},
 )
+KOLORS = TextRecipe(
+    {"context": ((Part(1, State.PENULTIMATE),),), "pooled": ((Part(1, State.POOLED),),)},
+    {1: ComponentKind.GLM},
+    masked=frozenset({1}),
+    fitted=frozenset({1}),
+    one_width=True,
+)
 FLUX = TextRecipe(
     {"context": ((Part(2, State.LAST),),), "pooled": ((Part(1, State.POOLED),),)},
     {1: ComponentKind.CLIP, 2: ComponentKind.T5},
@@ -54,6 +61,18 @@ PIXART = TextRecipe(
     fitted=frozenset({1}),
     cleaning=Cleaning.CAPTION,
 )
+SUV = TextRecipe(
+    {
+        "context": ((_FIRST_LAST,),),
+        "context_mask": ((Part(1, State.MASK),),),
+        "pooled": ((Part(2, State.POOLED),),),
+    },
+    {1: ComponentKind.T5, 2: ComponentKind.PROJECTED_CLIP},
+    masked=frozenset({1}),
+    fitted=frozenset({1}),
+    cleaning=Cleaning.CAPTION,
+)
+"""Recipe of Open-Sora Plan 1.5, whose encoders are in a folder as those of a pipeline."""
 HUNYUAN_DIT = TextRecipe(
     {
         "context": ((_FIRST_LAST,),),
@@ -70,6 +89,17 @@ _T5 = TextRecipe({"context": ((_FIRST_LAST,),)}, {1: ComponentKind.T5}, fitted=f
 _MASKED_STATES = {"context": ((_FIRST_LAST,),), "context_mask": ((Part(1, State.MASK),),)}
 COGVIDEOX = _T5
 LTX = replace(_T5, fields=_MASKED_STATES)
+LTX2 = TextRecipe(
+    {
+        "context": ((Part(1, State.CONNECTED),),),
+        "context_mask": ((Part(1, State.CONNECTED_MASK),),),
+    },
+    {1: ComponentKind.GEMMA3},
+    masked=frozenset({1}),
+    fitted=frozenset({1}),
+    left_padded=frozenset({1}),
+    cleaning=Cleaning.SPACES,
+)
 MOCHI = replace(LTX, masked=frozenset({1}), no_tokens_if_empty=True)
 CHROMA = replace(LTX, masked=frozenset({1}), inversions=True)
 """Recipe of Chroma. The backbone itself adds the first padding token to the mask."""
@@ -162,11 +192,13 @@ HUNYUAN_VIDEO_15 = TextRecipe(
 )
 
 BY_CLASS: dict[str, tuple[TextRecipe, ...]] = {
+    "UNet2DConditionModel": (KOLORS,),
     "WanTransformer3DModel": (WAN,),
     "HunyuanVideoTransformer3DModel": (HUNYUAN_VIDEO,),
     "HunyuanVideo15Transformer3DModel": (HUNYUAN_VIDEO_15,),
     "CogVideoXTransformer3DModel": (COGVIDEOX,),
     "LTXVideoTransformer3DModel": (LTX,),
+    "LTX2VideoTransformer3DModel": (LTX2,),
     "MochiTransformer3DModel": (MOCHI,),
     "ChromaTransformer2DModel": (CHROMA,),
     "AuraFlowTransformer2DModel": (AURA_FLOW,),
@@ -176,4 +208,4 @@ BY_CLASS: dict[str, tuple[TextRecipe, ...]] = {
     "SanaTransformer2DModel": (SANA,),
     "ZImageTransformer2DModel": (Z_IMAGE,),
 }
-"""Recipes of diffusers' classes without a family."""
+"""Recipes of diffusers' classes beside those of the family that is published as the class."""

@@ -51,6 +51,12 @@ def _frames_first(sizes: dict[str, int]) -> dict[str, int]:
     return {name: sizes[name] for name in sorted(sizes, key=lambda name: name != "frames")}
 
 
+def _captioned_unet(config: Config) -> dict[str, int]:
+    """Default sizes of ``UNet2DConditionModel``; Kolors reads longer texts than SDXL."""
+    is_kolors = config.encoder_hid_dim and config.addition_embed_type == "text_time"
+    return _and(_image(), text_length=256 if is_kolors else 77)(config)
+
+
 def _times(name: str = "timestep") -> Input:
     return Input(name, (), "float32")
 
@@ -294,7 +300,7 @@ def _autoencoder(config: Config, size: Sizes) -> Declared:
 
 CLASSES: dict[str, Known] = {
     "UNet2DModel": Known(_image(), _unet_2d),
-    "UNet2DConditionModel": Known(_and(_image(), text_length=77), _unet_2d_condition),
+    "UNet2DConditionModel": Known(_captioned_unet, _unet_2d_condition),
     "UNet3DConditionModel": Known(_and(_image(32), frames=16, text_length=77), _unet_3d),
     "UNetMotionModel": Known(_and(_image(), frames=16, text_length=77), _motion),
     "UNetSpatioTemporalConditionModel": Known(

@@ -6,6 +6,9 @@ is two layers, attention and MLPs. ``double_ff`` is the released 8.5B model (Min
 ``SparseUMMDiT``); without it, both streams share an MLP (``OpenSoraT2V_v1_5``).
 """
 
+from model_specs.common.text_recipes import SUV
 from model_specs.suv.chain import build_backbone as build_backbone
 from model_specs.suv.config import CONFIGS as CONFIGS
 from model_specs.suv.published_weights import published as published
+
+TEXTS = (SUV,)

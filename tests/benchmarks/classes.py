@@ -61,7 +61,7 @@ _KOLORS = {
     "cross_attention_dim": 2048, "encoder_hid_dim": 4096, "encoder_hid_dim_type": "text_proj",
     "use_linear_projection": True, "addition_embed_type": "text_time",
     "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 5632,
-    "sample_size": 128, "text_length": 256,
+    "sample_size": 128,
 }  # fmt: skip
 _K5 = {
     "in_visual_dim": 16, "out_visual_dim": 16, "visual_cond": True, "frames": 31,

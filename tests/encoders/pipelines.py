@@ -23,7 +23,10 @@ CHAT = (
 
 
 def make_tokenizer(folder: Path, kind: str, length: int | None = LENGTH) -> None:
-    """Words as tokens; ``kind`` clip adds begin and end, t5 an end."""
+    """Words as tokens; ``kind`` clip adds begin and end, t5 an end, glm is ChatGLM's."""
+    if kind == "glm":
+        make_glm_tokenizer(folder)
+        return
     tokens = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     tokens.pre_tokenizer = pre_tokenizers.Whitespace()
     begin = "" if kind.endswith("t5") else "<s> "
@@ -37,7 +40,56 @@ def make_tokenizer(folder: Path, kind: str, length: int | None = LENGTH) -> None
     ).save_pretrained(folder)  # fmt: skip
 
 
-DECODERS = ("llama", "gemma2", "qwen3", "qwen3_lm", "qwen_vl", "qwen_vl_text", "mistral")
+def make_glm_tokenizer(folder: Path) -> None:
+    """ChatGLM's tokenizer, whose vocabulary is SentencePiece's."""
+    import sentencepiece
+    from diffusers.pipelines.kolors.tokenizer import ChatGLMTokenizer
+
+    folder.mkdir(parents=True)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([" ".join(WORDS[4:])] * 4), vocab_size=26, minloglevel=2,
+        model_prefix=str(folder / "tokenizer"), model_type="char",
+    )  # fmt: skip
+    ChatGLMTokenizer(str(folder / "tokenizer.model")).save_pretrained(folder)
+
+
+GLM_WORDS = 48
+"""Size of the tiny ChatGLM's vocabulary, above that of its tokenizer."""
+
+
+def _make_glm(width: int, layers: int) -> Any:
+    from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig, ChatGLMModel
+
+    config = ChatGLMConfig(
+        num_layers=layers, padded_vocab_size=GLM_WORDS, hidden_size=width, ffn_hidden_size=12,
+        kv_channels=4, num_attention_heads=width // 4, seq_length=64, multi_query_attention=True,
+        multi_query_group_num=1, original_rope=True, add_qkv_bias=True,
+    )  # fmt: skip
+    model = ChatGLMModel(config)
+    for parameter in model.parameters():  # the class leaves them uninitialised
+        torch.nn.init.normal_(parameter)
+    return model
+
+
+def make_connectors(folder: Path, **settings: Any) -> None:
+    """LTX-2's connectors of ``make_encoder``'s widths and layers."""
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors
+
+    sizes = {
+        f"{of}_connector_{name}": value
+        for of in ("video", "audio")
+        for name, value in {
+            "num_attention_heads": 2, "attention_head_dim": 4, "num_layers": 1,
+            "num_learnable_registers": 5,
+        }.items()
+    }  # fmt: skip
+    given = {"caption_channels": 8, "text_proj_in_factor": 4, **sizes, **settings}
+    LTX2TextConnectors(**given).save_pretrained(folder)
+
+
+DECODERS = (
+    "llama", "gemma2", "gemma3", "glm", "qwen3", "qwen3_lm", "qwen_vl", "qwen_vl_text", "mistral",
+)  # fmt: skip
 
 
 def _make_decoder(kind: str, width: int, layers: int) -> Any:
@@ -56,6 +108,21 @@ def _make_decoder(kind: str, width: int, layers: int) -> Any:
                 **said, head_dim=4, sliding_window=16, query_pre_attn_scalar=4
             )
         )
+    if kind == "glm":
+        return _make_glm(width, layers)
+    if kind == "gemma3":
+        of = ("sliding_attention", "full_attention")
+        language = {
+            "model_type": "gemma3_text", "head_dim": 4, "sliding_window": 4,
+            "query_pre_attn_scalar": 4, "layer_types": [of[i % 2] for i in range(layers)], **said,
+        }  # fmt: skip
+        vision = {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4, **seen}
+        return transformers.Gemma3ForConditionalGeneration(
+            transformers.Gemma3Config(
+                text_config=language, vision_config={**vision, "num_hidden_layers": 1},
+                mm_tokens_per_image=4,
+            )
+        )  # fmt: skip
     if kind.startswith("qwen3"):
         qwen3 = transformers.Qwen3Config(**said, head_dim=4)
         lm = kind == "qwen3_lm"
@@ -123,5 +190,7 @@ def make_pipeline(folder: Path, *encoders: Any, **index: Any) -> Path:
         tokens = "clip" if kind == "projected" else kind
         length = LENGTH if len(sizes) < 4 else sizes[3]
         make_tokenizer(folder / f"tokenizer{suffix}", tokens, length)
+        if kind == "gemma3":
+            make_connectors(folder / "connectors")
     (folder / "model_index.json").write_text(json.dumps(index))
     return folder

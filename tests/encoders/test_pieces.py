@@ -31,6 +31,7 @@ KINDS = {
     "umt5": ComponentKind.UMT5,
     "llama": ComponentKind.LLAMA,
     "gemma2": ComponentKind.GEMMA2,
+    "gemma3": ComponentKind.GEMMA3,
     "qwen3": ComponentKind.QWEN3,
     "qwen_vl": ComponentKind.QWEN_VL,
     "mistral": ComponentKind.MISTRAL,

@@ -15,6 +15,9 @@ import diffusers
 import pytest
 import torch
 import transformers
+from diffusers.pipelines.kolors.text_encoder import ChatGLMModel
+from diffusers.pipelines.kolors.tokenizer import ChatGLMTokenizer
+from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from safetensors.torch import load_file, save_file
 
 from megatron_pulse.diffusion.objectives import DiffusionProcess
@@ -29,7 +32,7 @@ from megatron_pulse.integration.loop_encoders import DeviceEncoders, LoopEncoder
 from megatron_pulse.runtime.encoding.encoding import Encoding
 from model_specs import load_backbone, text_recipe
 from model_specs.common import text_recipes
-from tests.encoders.pipelines import LENGTH, WORDS, make_pipeline
+from tests.encoders.pipelines import LENGTH, WORDS, make_connectors, make_pipeline
 
 TEXT = "a Red bird with the very old blue heart of a cat"
 SHORT = " a Red bird"
@@ -40,11 +43,14 @@ def components(folder: Path, count: int) -> dict[str, Any]:
     found = {}
     for place in range(1, count + 1):
         where = folder / folder_name("text_encoder", place)
-        kind = transformers.AutoConfig.from_pretrained(where).architectures[0]
-        model = getattr(transformers, kind).from_pretrained(where)
-        found[folder_name("text_encoder", place)] = model.eval()
         tokens = folder / folder_name("tokenizer", place)
-        found[folder_name("tokenizer", place)] = transformers.AutoTokenizer.from_pretrained(tokens)
+        (kind,) = json.loads((where / "config.json").read_text())["architectures"]
+        of_model: Any = getattr(transformers, kind, None)
+        of_tokens: Any = transformers.AutoTokenizer
+        if kind == "ChatGLMModel":
+            of_model, of_tokens = ChatGLMModel, ChatGLMTokenizer
+        found[folder_name("text_encoder", place)] = of_model.from_pretrained(where).eval()
+        found[folder_name("tokenizer", place)] = of_tokens.from_pretrained(tokens)
     return found
 
 
@@ -63,6 +69,46 @@ def sdxl(folder: Path, text: str) -> tuple[Any, Any]:
     )
     states, null, pooled, null_pooled = pipeline.encode_prompt(text, device="cpu")
     return {"context": states, "pooled": pooled}, {"context": null, "pooled": null_pooled}
+
+
+def kolors(folder: Path, text: str) -> tuple[Any, Any]:
+    pipeline = diffusers.KolorsPipeline(
+        vae=None, unet=None, scheduler=None, **components(folder, 1)
+    )
+    states, null, pooled, null_pooled = pipeline.encode_prompt(
+        text, device="cpu", max_sequence_length=60
+    )
+    return {"context": states, "pooled": pooled}, {"context": null, "pooled": null_pooled}
+
+
+def suv(folder: Path, text: str) -> tuple[Any, Any]:
+    """States as in Open-Sora Plan's code, which no pipeline of diffusers has."""
+    parts, found = components(folder, 2), []
+    for each in (text.lower(), ""):
+        settings: Any = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+        long = parts["tokenizer"](each, max_length=7, **settings)
+        short = parts["tokenizer_2"](each, max_length=LENGTH, **settings)
+        states = parts["text_encoder"](long.input_ids, attention_mask=long.attention_mask)[0]
+        pooled = parts["text_encoder_2"](short.input_ids).text_embeds
+        found.append({"context": states, "context_mask": long.attention_mask, "pooled": pooled})
+    return found[0], found[1]
+
+
+def ltx2(folder: Path, text: str) -> tuple[Any, Any]:
+    """The pipeline's call hands the states to its connectors."""
+    connectors = LTX2TextConnectors.from_pretrained(folder / "connectors").eval()
+    empty = dict.fromkeys(("vae", "audio_vae", "transformer", "vocoder", "scheduler"))
+    parts = components(folder, 1)
+    parts["tokenizer"].padding_side = "right"  # the pipeline turns it
+    pipeline = diffusers.LTX2Pipeline(connectors=connectors, **empty, **parts)
+    states, mask, null, null_mask = pipeline.encode_prompt(
+        text, device="cpu", max_sequence_length=15
+    )
+    found = []
+    for given, of in ((states, mask), (null, null_mask)):
+        made, _, seen = connectors(given, of, padding_side=pipeline.tokenizer.padding_side)
+        found.append({"context": made, "context_mask": seen})
+    return found[0], found[1]
 
 
 def sd3(folder: Path, text: str) -> tuple[Any, Any]:
@@ -366,6 +412,19 @@ CASES: dict[str, tuple[TextRecipe, list[Any], Any, dict[str, Any]]] = {
         sd3,
         {"context": (LENGTH + 7, 24), "pooled": (16,)},
     ),
+    "kolors": (text_recipes.KOLORS, ["glm"], kolors, {"context": (60, 8), "pooled": (8,)}),
+    "suv": (
+        text_recipes.SUV,
+        ["t5", ("projected", 12, 10)],
+        suv,
+        {"context": (7, 8), "context_mask": (7,), "pooled": (10,)},
+    ),
+    "ltx2": (
+        text_recipes.LTX2,
+        ["gemma3"],
+        ltx2,
+        {"context": (15, 8), "context_mask": (15,)},
+    ),
     "flux": (text_recipes.FLUX, ["clip", ("t5", 12)], flux, {"context": (7, 12), "pooled": (8,)}),
     "pixart": (text_recipes.PIXART, ["t5"], pixart, {"context": (7, 8), "context_mask": (7,)}),
     "hunyuan": (
@@ -456,6 +515,37 @@ def test_hunyuan_video_15_reads_quoted_words(tmp_path: Path) -> None:
         assert same(value, theirs[field][0]), field
     assert encoders(text)["context_byt5_mask"].any()
     assert not encoders(TEXT)["context_byt5"].any()
+
+
+@torch.no_grad()
+def test_connectors_of_ltx_2_3(tmp_path: Path) -> None:
+    """They have a projection for each modality, and may have no registers."""
+    recipe, kinds, encode_prompt, shapes = CASES["ltx2"]
+    folder = make_pipeline(tmp_path, *kinds)
+    no_registers = dict.fromkeys(
+        f"{of}_connector_num_learnable_registers" for of in ("video", "audio")
+    )
+    make_connectors(
+        folder / "connectors", per_modality_projections=True, video_hidden_dim=8,
+        audio_hidden_dim=8, **no_registers,
+    )  # fmt: skip
+    theirs, _ = encode_prompt(folder, SHORT)
+    for field, value in TextEncoders(folder, recipe, shapes)(SHORT).items():
+        assert same(value, theirs[field][0]), field
+
+
+def test_connectors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    recipe, kinds, _, shapes = CASES["ltx2"]
+    folder = make_pipeline(tmp_path, *kinds)
+    odd = {"context": (12, 8), "context_mask": (12,)}
+    with pytest.raises(EncodersError, match="multiples of 5 tokens, the backbone reads 12"):
+        TextEncoders(folder, replace(recipe, length_option="text_length"), odd)
+    make_connectors(folder / "connectors", caption_channels=9)
+    with pytest.raises(EncodersError, match="connectors: they read 4 states of width 9, the enco"):
+        TextEncoders(folder, recipe, shapes)
+    (folder / "connectors/config.json").unlink()
+    with pytest.raises(EncodersError, match="connectors/config.json is missing"):
+        TextEncoders(folder, recipe, shapes)
 
 
 @torch.no_grad()
