@@ -468,19 +468,25 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
     The result's ``kept`` holds settings without effect here, such as ``upcast_attention``, or
     settings written in another form. ``published_form`` writes ``kept`` settings back.
 
-    A class without a family is built as a module. Raises ValueError for a class with unknown
-    inputs, and for settings that the family lacks.
+    A class without a family is built as a module, and so is one whose settings the family lacks
+    (Kolors' UNet). Raises ValueError for a class with unknown inputs, and for settings that neither
+    has.
     """
     wanted = class_of(config)
     families = _published_families()
     if wanted not in families and wanted in CLASSES:
-        options, kept = split(wanted, config)
-        return dataclasses.replace(load_backbone(f"{DIFFUSERS}{wanted}", options), kept=kept)
+        return _as_module(wanted, config)
     if wanted not in families:
         known = sorted({*families, *CLASSES})
         raise ValueError(f"no family builds {wanted!r}; known classes: {', '.join(known)}")
     family = families[wanted]
-    ours = family.config_from_published(config)
+    try:
+        ours = family.config_from_published(config)
+    except ValueError:
+        if wanted in CLASSES:
+            with contextlib.suppress(ValueError):
+                return _as_module(wanted, config)
+        raise
     record = to_record(ours)
 
     def distance(name: str) -> int:
@@ -500,6 +506,12 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
         if not key.startswith("_") and (key not in form.config or _plain(form.config[key]) != value)
     }
     return dataclasses.replace(backbone, kept=kept)
+
+
+def _as_module(wanted: str, config: Mapping[str, Any]) -> Backbone:
+    """Backbone derived from diffusers' module of a class."""
+    options, kept = split(wanted, config)
+    return dataclasses.replace(load_backbone(f"{DIFFUSERS}{wanted}", options), kept=kept)
 
 
 def _plain(value: Any) -> Any:

@@ -30,7 +30,7 @@ from megatron_pulse.encoders.tokens import EncodersError, Tokenizers
 from megatron_pulse.errors import UserError
 from megatron_pulse.integration.loop_encoders import DeviceEncoders, LoopEncoders
 from megatron_pulse.runtime.encoding.encoding import Encoding
-from model_specs import load_backbone, text_recipe
+from model_specs import load_backbone, load_published, text_recipe
 from model_specs.common import text_recipes
 from tests.encoders.pipelines import LENGTH, WORDS, make_connectors, make_pipeline
 
@@ -696,6 +696,7 @@ def test_what_the_folder_lacks_is_said_at_once(tmp_path: Path) -> None:
         ("flux-dev", text_recipes.FLUX),
         ("pixart-tiny", text_recipes.PIXART),
         ("hunyuan-dit-v1.2", text_recipes.HUNYUAN_DIT),
+        ("suv-tiny", text_recipes.SUV),
         ("uvit-s", None),
     ],
 )
@@ -706,6 +707,23 @@ def test_recipes_of_backbones(backbone: str, recipe: TextRecipe | None) -> None:
     assert text_recipe(backbone, chain) == recipe
     needed = {} if recipe is None else {name: recipe.told(name) for name in recipe.fields}
     assert wanted_by(chain).made_by == needed, "stored texts that are made otherwise are refused"
+
+
+def test_a_unet_that_the_family_lacks_is_kolors() -> None:
+    config: dict[str, Any] = {
+        "_class_name": "UNet2DConditionModel", "sample_size": 4, "block_out_channels": [8],
+        "norm_num_groups": 4, "down_block_types": ["DownBlock2D"], "layers_per_block": 1,
+        "up_block_types": ["UpBlock2D"], "attention_head_dim": 4, "cross_attention_dim": 6,
+        "addition_embed_type": "text_time", "addition_time_embed_dim": 2,
+        "projection_class_embeddings_input_dim": 8 + 12,
+    }  # fmt: skip
+    sdxl = load_published({**config, "transformer_layers_per_block": 1})
+    assert text_recipe(sdxl.name, sdxl) == text_recipes.SDXL
+    more = {"encoder_hid_dim": 8, "encoder_hid_dim_type": "text_proj"}
+    chain = load_published({**config, **more})
+    assert chain.name == "diffusers:UNet2DConditionModel"
+    assert chain.batch_fields["context"].shape == (256, 8)
+    assert text_recipe(chain.name, chain) == text_recipes.KOLORS
 
 
 def test_classes_have_the_recipes_of_the_families_that_are_published_as_them() -> None:
