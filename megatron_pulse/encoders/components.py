@@ -16,7 +16,6 @@ from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
 from megatron_pulse.paths import is_file_name
 
-
 _FILES_AS = {"kolors": "transformers", "ltx2": "diffusers"}
 """Library whose file names a pipeline's own components have, by the name of the pipeline."""
 

@@ -54,8 +54,16 @@ def _glyphs(tokenizer: Any) -> Rendering:
     return Rendering(render)
 
 
-def _qwen_image(tokenizer: Any) -> Rendering:
-    return Rendering(_bare("QwenImagePipeline").prompt_template_encode.format)
+def _hunyuan_image_glyphs(tokenizer: Any) -> Rendering:
+    """Texts in quotes of either kind, for the encoder of written words."""
+    from diffusers.pipelines.hunyuan_image.pipeline_hunyuanimage import extract_glyph_text
+
+    return Rendering(lambda prompt: extract_glyph_text(prompt) or "")
+
+
+def _of_image(pipeline: str) -> Callable[[Any], Rendering]:
+    """Template in an attribute of pipelines of pictures."""
+    return lambda tokenizer: Rendering(_bare(pipeline).prompt_template_encode.format)
 
 
 def _qwen_image_edit(before: str, pipeline: str) -> Callable[[Any], Rendering]:
@@ -119,7 +127,9 @@ _RENDERINGS: dict[str, Callable[[Any], Rendering]] = {
     "HunyuanVideoPipeline": _hunyuan_video,
     "HunyuanVideo15Pipeline": _hunyuan_video_15,
     GLYPHS: _glyphs,
-    "QwenImagePipeline": _qwen_image,
+    "HunyuanImagePipeline": _of_image("HunyuanImagePipeline"),
+    "HunyuanImagePipeline glyphs": _hunyuan_image_glyphs,
+    "QwenImagePipeline": _of_image("QwenImagePipeline"),
     "QwenImageEditPipeline": _qwen_image_edit("", "QwenImageEditPipeline"),
     "QwenImageEditPlusPipeline": _qwen_image_edit(
         "Picture 1: <|vision_start|><|image_pad|><|vision_end|>", "QwenImageEditPlusPipeline"

@@ -88,6 +88,7 @@ HUNYUAN_DIT = TextRecipe(
 _T5 = TextRecipe({"context": ((_FIRST_LAST,),)}, {1: ComponentKind.T5}, fitted=frozenset({1}))
 _MASKED_STATES = {"context": ((_FIRST_LAST,),), "context_mask": ((Part(1, State.MASK),),)}
 COGVIDEOX = _T5
+COGVIEW3 = replace(_T5, zeros_if_empty=True)
 LTX = replace(_T5, fields=_MASKED_STATES)
 LTX2 = TextRecipe(
     {
@@ -106,6 +107,7 @@ CHROMA = replace(LTX, masked=frozenset({1}), inversions=True)
 AURA_FLOW = replace(
     _T5, kinds={1: ComponentKind.UMT5}, masked=frozenset({1}), trimmed=frozenset({1})
 )
+COSMOS = replace(AURA_FLOW, kinds={1: ComponentKind.T5})
 WAN = replace(AURA_FLOW, right_padded=frozenset({1}), cleaning=Cleaning.PROMPT)
 HUNYUAN_VIDEO = TextRecipe(
     {
@@ -190,12 +192,31 @@ HUNYUAN_VIDEO_15 = TextRecipe(
         2: PromptTemplate("HunyuanVideo15Pipeline glyphs"),
     },
 )
+HUNYUAN_IMAGE = replace(
+    HUNYUAN_VIDEO_15,
+    kinds={1: ComponentKind.QWEN_VL, 2: ComponentKind.T5},
+    templates={
+        1: PromptTemplate("HunyuanImagePipeline", crop=34),
+        2: PromptTemplate("HunyuanImagePipeline glyphs"),
+    },
+)
 
 BY_CLASS: dict[str, tuple[TextRecipe, ...]] = {
     "UNet2DConditionModel": (KOLORS,),
+    "UNet3DConditionModel": (SD,),
+    "UNetMotionModel": (SD,),
+    "I2VGenXLUNet": (SD,),
     "WanTransformer3DModel": (WAN,),
+    "WanVACETransformer3DModel": (WAN,),
+    "ChronoEditTransformer3DModel": (WAN,),
+    "SkyReelsV2Transformer3DModel": (WAN,),
+    "CosmosTransformer3DModel": (COSMOS,),
+    "AllegroTransformer3DModel": (PIXART,),
+    "CogView3PlusTransformer2DModel": (COGVIEW3,),
     "HunyuanVideoTransformer3DModel": (HUNYUAN_VIDEO,),
+    "HunyuanVideoFramepackTransformer3DModel": (HUNYUAN_VIDEO,),
     "HunyuanVideo15Transformer3DModel": (HUNYUAN_VIDEO_15,),
+    "HunyuanImageTransformer2DModel": (HUNYUAN_IMAGE,),
     "CogVideoXTransformer3DModel": (COGVIDEOX,),
     "LTXVideoTransformer3DModel": (LTX,),
     "LTX2VideoTransformer3DModel": (LTX2,),

@@ -163,12 +163,32 @@ def wan(folder: Path, text: str) -> tuple[Any, Any]:
     return {"context": states}, {"context": null}
 
 
-def cogvideox(folder: Path, text: str) -> tuple[Any, Any]:
-    pipeline = diffusers.CogVideoXPipeline(
-        vae=None, transformer=None, scheduler=None, **components(folder, 1)
+def captioned(kind: type[Any], negative: str | None = None, **settings: Any) -> Any:
+    """Encoding of pipelines that have states alone."""
+
+    def encode(folder: Path, text: str) -> tuple[Any, Any]:
+        pipeline = kind(
+            vae=None, transformer=None, scheduler=None, **components(folder, 1), **settings
+        )
+        states, null = pipeline.encode_prompt(
+            text, negative_prompt=negative, device="cpu", max_sequence_length=7
+        )
+        return {"context": states}, {"context": null}
+
+    return encode
+
+
+def hunyuan_image(folder: Path, text: str) -> tuple[Any, Any]:
+    pipeline = diffusers.HunyuanImagePipeline(
+        vae=None, transformer=None, scheduler=None, **components(folder, 2)
     )
-    states, null = pipeline.encode_prompt(text, device="cpu", max_sequence_length=7)
-    return {"context": states}, {"context": null}
+    pipeline.tokenizer_max_length, pipeline.tokenizer_2_max_length = 40, 7
+    names = ("context", "context_mask", "context_byt5", "context_byt5_mask")
+    found = [
+        dict(zip(names, pipeline.encode_prompt(each, device="cpu"), strict=True))
+        for each in (text, "")
+    ]
+    return found[0], found[1]
 
 
 def masked_video(kind: type[Any], **settings: Any) -> Any:
@@ -331,7 +351,36 @@ def of_layers(recipe: TextRecipe, *layers: int) -> TextRecipe:
 _HUNYUAN_SHAPES = {"context": (40, 8), "context_mask": (40,)}
 CASES: dict[str, tuple[TextRecipe, list[Any], Any, dict[str, Any]]] = {
     "wan": (text_recipes.WAN, ["umt5"], wan, {"context": (7, 8)}),
-    "cogvideox": (text_recipes.COGVIDEOX, ["t5"], cogvideox, {"context": (7, 8)}),
+    "cosmos": (
+        text_recipes.COSMOS,
+        ["t5"],
+        captioned(diffusers.CosmosTextToWorldPipeline, "", safety_checker=torch.nn.Identity()),
+        {"context": (7, 8)},
+    ),
+    "allegro": (
+        text_recipes.BY_CLASS["AllegroTransformer3DModel"][0],
+        ["t5"],
+        masked_video(diffusers.AllegroPipeline),
+        {"context": (7, 8), "context_mask": (7,)},
+    ),
+    "cogview3": (
+        text_recipes.COGVIEW3,
+        ["t5"],
+        captioned(diffusers.CogView3PlusPipeline),
+        {"context": (7, 8)},
+    ),
+    "hunyuan_image": (
+        text_recipes.HUNYUAN_IMAGE,
+        [("qwen_vl", 8, 8, 4), ("t5", 12)],
+        hunyuan_image,
+        {**_HUNYUAN_SHAPES, "context_byt5": (7, 12), "context_byt5_mask": (7,)},
+    ),
+    "cogvideox": (
+        text_recipes.COGVIDEOX,
+        ["t5"],
+        captioned(diffusers.CogVideoXPipeline),
+        {"context": (7, 8)},
+    ),
     "ltx": (
         text_recipes.LTX,
         ["t5"],
@@ -505,9 +554,10 @@ def test_mochi_empty_prompt_has_no_tokens_if_the_pipeline_says_so(tmp_path: Path
     assert not encoders.null()["context_mask"].any()
 
 
+@pytest.mark.parametrize("name", ["hunyuan_video_15", "hunyuan_image"])
 @torch.no_grad()
-def test_hunyuan_video_15_reads_quoted_words(tmp_path: Path) -> None:
-    recipe, kinds, encode_prompt, shapes = CASES["hunyuan_video_15"]
+def test_quoted_words_are_read(name: str, tmp_path: Path) -> None:
+    recipe, kinds, encode_prompt, shapes = CASES[name]
     encoders = TextEncoders(make_pipeline(tmp_path, *kinds), recipe, shapes)
     text = 'a "red heart" of the “blue cat”, "red heart"'
     theirs, _ = encode_prompt(tmp_path, text)
