@@ -46,7 +46,15 @@ from megatron_pulse.backbone.check import BackboneError, require_valid
 from megatron_pulse.backbone.published_weights import Published, Rule
 from megatron_pulse.dataclass_flags import flag_value
 from megatron_pulse.encoders.text_recipe import TextRecipe, folder_name, padded_length, text_fields
-from megatron_pulse.errors import UserError, describe_exception, format_faults, unknown_name
+from megatron_pulse.errors import (
+    Faults,
+    UserError,
+    collecting,
+    describe_exception,
+    format_faults,
+    naming,
+    unknown_name,
+)
 from megatron_pulse.profile.trainable import TrainedPart, choose_trained, trained_part
 from model_specs.common.compare_configs import BackboneComparison, compare_configs, left_open
 from model_specs.common.options import (
@@ -195,10 +203,12 @@ def load_backbone(name: str, options: Mapping[str, Value] = _NO_OPTIONS) -> Back
 
 def _load_cascade(name: str, options: Mapping[str, Value]) -> Backbone:
     require_known(name, options)
-    parts = {
-        chain: load_backbone(backbone, options_of(chain, options))
-        for chain, backbone in parts_of(name).items()
-    }
+    parts, faults = dict[str, Backbone](), list[str]()
+    for chain, backbone in parts_of(name).items():
+        with collecting(faults), naming(f"options {chain}.*"):
+            parts[chain] = load_backbone(backbone, options_of(chain, options))
+    if faults:
+        raise Faults(faults)
     joined = cascade(parts)
     name = CASCADE_PREFIX + ",".join(f"{c}={part.record['name']}" for c, part in parts.items())
     record = {
@@ -252,7 +262,8 @@ def check_options(name: str, options: Mapping[str, Value]) -> None:
     if is_cascade(name):
         require_known(name, options)
         for chain, backbone in parts_of(name).items():
-            check_options(backbone, options_of(chain, options))
+            with naming(f"options {chain}.*"):
+                check_options(backbone, options_of(chain, options))
         return
     family = _family(name)
     resolve(name, family.CONFIGS[_name_in(family, name)], options)

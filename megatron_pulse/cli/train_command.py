@@ -327,7 +327,7 @@ def _checkpoint_flags(model: Model, place: Path) -> tuple[str, ...]:
     from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
 
     with as_user_error(ValueError):
-        return tuple(flags_of(read_saved_run(place).load_backbone(), place))
+        return tuple(flags_of(read_saved_run(place).load_backbone(), place=None))
 
 
 def _commands(

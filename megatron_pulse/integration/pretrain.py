@@ -150,7 +150,7 @@ def main() -> None:
         with short_log(args):
             train(args, options, plan, data, board, start, begin, only_pictures=bool(said))
         if args.rank == 0 and newest_named(args.save) is not None:
-            print(_next_commands(Path(args.save), plan.backbone, args.pulse_encoders), flush=True)
+            print(next_commands(Path(args.save), plan.backbone, args.pulse_encoders), flush=True)
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
             if lock is not None and STOP.is_leaving:  # saved and agreed; another rank left first
@@ -162,7 +162,7 @@ def main() -> None:
     finish(job)  # trained, helped, or stopped as all ranks agreed
 
 
-def _next_commands(saved: Path, backbone: Backbone, encoders: str | None) -> str:
+def next_commands(saved: Path, backbone: Backbone, encoders: str | None) -> str:
     """Lines on a run's weights and recipe, and the commands that use them."""
     recipe = saved.parent / RECIPE
     lines = [f"weights: {saved}"]

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_pulse.backbone.appended_fields import APPENDED, FRAME_NOISE, IMAGE_EMBEDDING
+from megatron_pulse.backbone.appended_fields import APPENDED, IMAGE_EMBEDDING
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.layer_selection import class_option
 from megatron_pulse.backbone.shape_buckets import PATCH_CORNER, at_shape
@@ -39,8 +39,13 @@ from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
 from megatron_pulse.diffusion.preference import PreferenceLoss
 from megatron_pulse.diffusion.process_flags import DynamicShift
 from megatron_pulse.encoders.text_recipe import VAE, is_text
+from megatron_pulse.errors import Faults, collecting
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
-from megatron_pulse.integration.loop_encoders import DeviceEncoders, loop_encoders
+from megatron_pulse.integration.loop_encoders import (
+    DeviceEncoders,
+    LoopEncoders,
+    loop_encoders,
+)
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.planner.schedule.operations import BubbleTask
@@ -110,6 +115,22 @@ def _naming_encoders(options: PulseOptions, wanted: WantedFields) -> Iterator[No
         raise DataError(error.what, error.faults, f"{make}. {error.remedy}") from error
 
 
+def _open_encoders(options: PulseOptions, backbone: Backbone) -> LoopEncoders | None:
+    """Encoders that a run applies itself; raises Faults, also for noise that they do not draw."""
+    faults, found = list[str](), None
+    with collecting(faults):
+        found = loop_encoders(options, backbone)
+    embeds = options.encoders is not None and IMAGE_EMBEDDING in backbone.batch_fields
+    draws = found.embeds if found is not None else embeds and bool(faults)
+    if options.clips.frame_noise is not None and not draws:
+        faults.append(
+            "--pulse-frame-noise: no first frames of SVD are encoded in the loop. Leave it out"
+        )
+    if faults:
+        raise Faults(faults)
+    return found
+
+
 class DiffusionData:
     """``--pulse-data``, opened for ``backbone`` and ``process`` at the backbone's resolutions.
 
@@ -173,7 +194,7 @@ class DiffusionData:
             raise no_data_named()
         images = images or OpenedImages()
         images.clips = options.clips
-        self.in_loop = loop_encoders(options, backbone)
+        self.in_loop = _open_encoders(options, backbone)
         """Encoders that the run applies itself."""
         autoencodes = self.in_loop is not None and self.in_loop.autoencodes
         _require_appended(options, backbone, autoencodes=autoencodes)
@@ -200,9 +221,6 @@ class DiffusionData:
             names = [flag_name(f"pulse_{name}") for name in vars(options.clips)]
             fault = f"{', '.join(names)}: it has no films"
             raise DataError(f"--pulse-data {options.data}", [fault], "Leave these flags out.")
-        if options.clips.frame_noise is not None and FRAME_NOISE not in self.train.fields:
-            fault = "--pulse-frame-noise: it encodes no first frames of SVD in the loop"
-            raise DataError(f"--pulse-data {options.data}", [fault], "Leave the flag out.")
         if faults := list(unvaried(self.train, self._augmentation)):
             remedy = "Leave these flags out, or give other data."
             raise DataError(f"--pulse-data {options.data}", faults, remedy)

@@ -100,7 +100,7 @@ def _words(flag: str, value: Any) -> Iterator[str]:
     elif value is True:
         yield flag
     elif isinstance(value, Mapping):
-        for name, one in value.items():
+        for name, one in _flat(value):
             yield from (flag, f"{name}={flag_value(one)}")
     elif isinstance(value, tuple):
         for one in value:
@@ -109,6 +109,15 @@ def _words(flag: str, value: Any) -> Iterator[str]:
         yield f"{flag}={text}"  # argparse would take the next word for a flag
     else:
         yield from (flag, text)
+
+
+def _flat(table: Mapping[str, Any], chain: str = "") -> Iterator[tuple[str, Any]]:
+    """Options with their values; those of a table have its name, the chain, before theirs."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{chain}{name}.")
+        else:
+            yield f"{chain}{name}", value
 
 
 def keys_by_flag() -> dict[str, str]:

@@ -98,7 +98,8 @@ def _value(text: str) -> Any:
 
 def _with_nearest_table(fault: str) -> str:
     """``fault`` with the tables that have its unknown key, for a key in the wrong table."""
-    fault = fault.replace(", or null", "")  # TOML has none: a key is left out
+    # TOML has no null: a key is left out. Its objects are tables.
+    fault = fault.replace(", or null", "").replace(" an object", " a table")
     name, unknown, _ = fault.partition(" is unknown;")
     if not unknown:
         return fault

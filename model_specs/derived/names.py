@@ -113,6 +113,6 @@ def require_known(name: str, options: Mapping[str, Value]) -> None:
     chains = parts_of(name)
     if lost := [key for key in options if key.partition(".")[0] not in chains or "." not in key]:
         raise ValueError(
-            f"{name}: options must begin with a chain name, e.g. {next(iter(chains))}.{lost[0]}; "
-            f"faulty: {', '.join(lost)}"
+            f"{name}: options must begin with a chain name, e.g. {next(iter(chains))}."
+            f"{lost[0].rpartition('.')[2]}; faulty: {', '.join(lost)}"
         )

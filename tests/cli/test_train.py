@@ -10,6 +10,7 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 
@@ -132,6 +133,36 @@ def test_a_run_goes_on_with_the_weights_of_its_first_start(
     main(shown)
     said = capsys.readouterr().out
     assert f"--pretrained-checkpoint {output / 'imported'}" in said and in_place not in said
+
+
+def test_a_checkpoint_of_an_imported_module_names_its_class(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"sample_size": 8, "in_channels": 1, "out_channels": 1, "norm_num_groups": 4}
+    blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)}
+    unet = diffusers.UNet2DModel(**sizes, **blocks, block_out_channels=(8,), layers_per_block=1)
+    unet.save_pretrained(tmp_path / "unet")
+    checkpoint = tmp_path / "checkpoint"
+    process = ["--objective", "epsilon", "--noise-schedule", "linear"]
+    assert (
+        main(["import", "--from", str(tmp_path / "unet"), "--to", str(checkpoint), *process]) == 0
+    )
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f"""
+        output = "{tmp_path / "run"}"
+        model.weights = "{checkpoint}"
+        data.source = "digits8"
+        training = {{ steps = 1, batch_size = 4, micro_batch_size = 2 }}
+        optimizer.lr = 1e-3
+        """
+    )
+    capsys.readouterr()
+    assert main(["train", str(recipe), "--print"]) == 0
+    said = capsys.readouterr().out
+    assert f"--pretrained-checkpoint {checkpoint}" in said
+    assert "--pulse-module diffusers:UNet2DModel" in said
+    assert "--pulse-option block_out_channels=8" in said
 
 
 def _steps_of(argv: list[str]) -> int:

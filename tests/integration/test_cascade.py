@@ -110,6 +110,14 @@ def test_what_a_cascade_cannot_be_is_told_at_once() -> None:
         "options must begin with a chain name, e.g. base.depth; faulty: depth",
     ):
         assert part in said, said
+    odd = ["--pulse-option", "upper.sample_size=7", "--pulse-num-chunks", "2"]
+    with pytest.raises(RanksFailed) as failed:
+        run(2, *CASCADE, *STEPS, *pipeline(2), *odd, backbone="none")
+    for part in (
+        "--pulse-num-chunks 2: a device of opposite hosts 4, 6, ... stage(s), 2 or more of each",
+        "options upper.*: ",
+    ):
+        assert said_once(failed.value, part), failed.value.outputs[0]
     flags = [*CASCADE, *STEPS, *pipeline(2), "--pulse-data", "base=digits8"]
     with pytest.raises(RanksFailed) as failed:
         run(2, *flags, *experts(0.9), "--pulse-min-time", "0.95", backbone="none")

@@ -14,6 +14,8 @@ from PIL import Image
 from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
 from megatron_pulse.integration.checkpoint.starting_point import StartingPoint, finished
 from megatron_pulse.integration.loss_curve import read_scalars
+from megatron_pulse.integration.pretrain import next_commands
+from model_specs import load_backbone
 from tests.integration.runs import BASE, TINY, assert_same, pipeline, run, train
 from tests.ranks import run_ranks
 
@@ -67,6 +69,12 @@ def logged(flags: list[str]) -> tuple[int, str]:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         losses = train([*TINY["uvit"], *BASE, *flags])["losses"]
     return len(losses), out.getvalue()
+
+
+def test_a_run_of_videos_ends_with_the_command_of_an_animation(tmp_path: Path) -> None:
+    said = next_commands(tmp_path / "run", load_backbone("suv-tiny"), "pipeline")
+    drawn = '--prompt "a red bird" --encoders pipeline -o samples.gif'
+    assert f"sample:  pulse sample --load {tmp_path / 'run'} {drawn}\n" in said
 
 
 def test_validation_target_saves_and_finishes_the_run(pictures: list[str], tmp_path: Path) -> None:

@@ -539,11 +539,11 @@ def _with_length_of_texts(backbone: Backbone, folder: Path) -> tuple[Backbone, l
     return backbone, []
 
 
-def flags_of(backbone: Backbone, place: Path) -> list[str]:
-    """Training flags for the model read at ``place``."""
+def flags_of(backbone: Backbone, place: Path | None) -> list[str]:
+    """Training flags for the model read at ``place``; None for one of a checkpoint."""
     from model_specs import changed_options, is_module
 
-    if is_module(backbone.name) and place.is_dir():
+    if is_module(backbone.name) and place is not None and place.is_dir():
         return ["--pulse-module", f"diffusers:{place}"]
     words = ["--pulse-module" if is_module(backbone.name) else "--pulse-backbone", backbone.name]
     for key, text in changed_options(backbone).items():

@@ -431,6 +431,11 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
             samples = sample_images(model, wanted, settings, args.batch_size, progress=shows)
     weights = "raw" if args.raw else "averaged"
     process = model.process_of(args.steps)
+    described = process.describe()
+    if boundary:
+        ratio = boundary / model.process.num_timesteps
+        whole = replace(process, min_time=0.0, max_time=1.0)
+        described = f"{whole.describe()}, of two experts that meet at {ratio:g}"
     sampler, objective = describe_sampler(process), process.objective
     is_flow = objective == Objective.FLOW
     record: dict[str, Any] = {
@@ -442,7 +447,7 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
         "height": args.height,
         "width": args.width,
         "weights": weights,
-        "process": process.describe(),
+        "process": described,
         "sampler": sampler,
         "num_steps": args.steps,
         "guidance": guidance,
@@ -468,7 +473,7 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
         record |= write(samples)
     lines = [] if score is None else [str(score)]
     lines.append(
-        f"{len(asked)} samples of {model.folder} ({weights} weights; {process.describe()}; "
+        f"{len(asked)} samples of {model.folder} ({weights} weights; {described}; "
         f"{sampler}, {args.steps} steps{unguided}): {args.output}"
     )
     if "frames" in record and len(record["frames"]) < samples.shape[drawing.frame_axis]:

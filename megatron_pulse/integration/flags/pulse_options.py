@@ -86,7 +86,10 @@ def _steps(text: str) -> tuple[int, int]:
 def _num_chunks(options: PulseOptions) -> str | None:
     kind, chunks = PLACEMENTS.get(options.placement or ""), options.num_chunks
     if chunks is not None and kind is not None and not kind.allows(chunks):
-        return f"{chunks}: a device of {kind} hosts {kind.chunks} stage(s)"
+        fault = f"{chunks}: a device of {kind} hosts {kind.chunks} stage(s)"
+        of_chains = f", {kind.of_chain} or more of each chain of a cascade. Leave it out, or give "
+        least = f"{2 * kind.of_chain} for two chains"
+        return fault + of_chains + least if kind.of_chain > 1 else fault
     return None
 
 
