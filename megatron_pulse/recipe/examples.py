@@ -6,6 +6,8 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+from model_specs.derived.names import is_cascade
+
 _FOLDER = Path(__file__).with_name("examples")
 _BACKBONES = {
     "controlnet": "controlnet-sd-v1.5",
@@ -54,8 +56,9 @@ def example_text(name: str) -> str:
 
 
 def example_backbone(name: str) -> str | None:
-    """Backbone that a recipe trains; None for modules."""
-    return _BACKBONES.get(name) or tomllib.loads(example_text(name))["model"].get("backbone")
+    """Backbone that a recipe trains; None for modules, and for the chains of a cascade."""
+    named = tomllib.loads(example_text(name))["model"].get("backbone")
+    return _BACKBONES.get(name) or (None if is_cascade(named or "") else named)
 
 
 def example_traced(name: str) -> tuple[str, Mapping[str, object]] | None:

@@ -162,7 +162,7 @@ def test_a_checkpoint_of_an_imported_module_names_its_class(
     said = capsys.readouterr().out
     assert f"--pretrained-checkpoint {checkpoint}" in said
     assert "--pulse-module diffusers:UNet2DModel" in said
-    assert "--pulse-option block_out_channels=8" in said
+    assert "--pulse-option norm_num_groups=4" in said
 
 
 def _steps_of(argv: list[str]) -> int:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from megatron_pulse.cli.main import main
 from megatron_pulse.data.data_record import recorded_data
 from megatron_pulse.integration.checkpoint.folders import CheckpointError, checkpoint_folder
+from megatron_pulse.recipe.examples import example_text
 from tests.integration.clips import write_clips
 from tests.integration.runs import STEPS, TINY, Run, alone, pipeline, run
 from tests.ranks import RanksFailed, run_ranks, said_once
@@ -145,6 +146,28 @@ def test_two_experts_train_as_each_does_alone() -> None:
     got = run(2, *flags, *STEPS, *pipeline(2), *experts(0.6), backbone="none")
     ranges = {chain: (flag, "0.6") for chain, flag in RANGES.items()}
     require_each(got, {chain: alone(*STEPS, *times) for chain, times in ranges.items()})
+
+
+def test_the_recipe_of_two_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its check reads both folders and the data."""
+    write_clips(tmp_path / "clips")
+    for name in ("transformer", "transformer_2"):
+        expert = diffusers.WanTransformer3DModel(**EXPERT | {"num_layers": 2})
+        expert.save_pretrained(tmp_path / "wan22" / name)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.save_pretrained(tmp_path / "wan22/scheduler")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(example_text("wan22-a14b-lora").replace("wan22/", f"{tmp_path}/wan22/"))
+    given = [f"model.options.{c}.{key}={n}" for c in ("high", "low") for key, n in CLIPS.items()]
+    given += [f"data.source=latents:{tmp_path / 'clips'}", "parallel.pipeline=2"]
+    given += ["training.dtype=fp32", f"output={tmp_path / 'run'}"]
+    assert main(["train", str(recipe), "--print", *given]) == 0
+    said = capsys.readouterr().out
+    for option in ("high.frames=2", "low.text_length=6"):
+        assert f"--pulse-option {option}" in said
+    odd = [word.replace("low.height=4", "low.height=3") for word in given]
+    assert main(["train", str(recipe), "--print", *odd]) == 2
+    assert "options low.*: height = 3: patches of 2 do not divide it" in capsys.readouterr().err
 
 
 def test_adapters_of_two_experts_of_wan_2_2(tmp_path: Path) -> None:
