@@ -9,23 +9,28 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.backbone.appended_fields import (
-    IMAGE_EMBEDDING,
     IMAGE_LATENT,
     KNOWN_MASK,
     KNOWN_VIDEO,
+    SEEN_FRAME,
 )
 
 if TYPE_CHECKING:
     from megatron_pulse.encoders.autoencoder import Autoencoder
     from megatron_pulse.encoders.image_encoder import ImageEncoder
 
-FIRST_FRAME = frozenset({KNOWN_MASK, KNOWN_VIDEO, IMAGE_LATENT, IMAGE_EMBEDDING})
+FIRST_FRAME = frozenset({KNOWN_MASK, KNOWN_VIDEO, IMAGE_LATENT, *SEEN_FRAME})
 """Fields that are made here."""
 
 
 def starts_from_frame(fields: Collection[str]) -> bool:
     """True if a backbone with these fields continues a first frame."""
     return bool({KNOWN_VIDEO, IMAGE_LATENT} & set(fields))
+
+
+def seen_frame(fields: Collection[str]) -> str | None:
+    """Field that a vision encoder makes of the first frame; None if there is none."""
+    return next((name for name in SEEN_FRAME if name in fields), None)
 
 
 def for_every_frame(latents: Tensor, count: int, autoencoder: Autoencoder) -> Tensor:
@@ -52,8 +57,8 @@ def first_frame_fields(
         condition = torch.zeros_like(clip)
         condition[:, 0] = clip[:, 0]
         (found[KNOWN_VIDEO],) = autoencoder.encode(condition[None])
-    if IMAGE_EMBEDDING in shapes and image_encoder is not None:
-        found[IMAGE_EMBEDDING] = image_encoder(clip[:, 0])
+    if image_encoder is not None:
+        found[image_encoder.field] = image_encoder(clip[:, 0])
     if IMAGE_LATENT in shapes and autoencoder.has_temporal_decoder:
         frame = clip[:, 0] if noise is None else clip[:, 0] + noise
         latent = autoencoder.encode(frame[None])

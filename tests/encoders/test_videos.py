@@ -9,17 +9,21 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 
+from megatron_pulse.backbone.appended_fields import CLIP_STATES, SIGLIP_STATES
 from megatron_pulse.cli.main import main
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.latents.stores import LatentStores
 from megatron_pulse.diffusion.grid import save_animation
 from megatron_pulse.encoders.autoencoder import Autoencoder, AutoencoderError
 from megatron_pulse.encoders.first_frame import first_frame_fields
+from megatron_pulse.encoders.image_encoder import ImageEncoder
 from megatron_pulse.encoders.sample_decoder import SampleDecoder
 from model_specs import padding_frames
 from tests.data.films import frames_by_pyav, write_film
+from tests.encoders.pipelines import make_pipeline
 
 WIDTHS = {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4}
 MEANS = {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 2.0, 1.0, 0.5]}
@@ -219,6 +223,75 @@ def test_clips_become_latents_with_known_frames(
     assert "frame stride 1 at 25 frames a second" in capsys.readouterr().err
     assert main([*write, "--frames", "8", "-o", str(tmp_path / "none")]) == 2
     assert "takes 4k + 1 frames, not 8: give --frames 5, or 9" in capsys.readouterr().err
+
+
+def make_seeing(folder: Path, field: str) -> Any:
+    """Vision encoder and processor of Wan 2.1 or HunyuanVideo 1.5, also written to ``folder``."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 224, "patch_size": 14,
+    }  # fmt: skip
+    if field == CLIP_STATES:
+        model: Any = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes))
+        processor: Any = transformers.CLIPImageProcessor(size=224, crop_size=224)
+    else:
+        model = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**sizes))
+        processor = transformers.SiglipImageProcessor(size={"height": 224, "width": 224})
+    model.save_pretrained(folder / "image_encoder")
+    of = "image_processor" if field == CLIP_STATES else "feature_extractor"
+    processor.save_pretrained(folder / of)
+    return model.eval(), processor
+
+
+@pytest.mark.parametrize("field", [CLIP_STATES, SIGLIP_STATES])
+def test_first_frames_are_seen_as_by_the_pipelines(field: str, tmp_path: Path) -> None:
+    model, processor = make_seeing(tmp_path, field)
+    pixels = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    picture = Image.fromarray(pixels)
+    with torch.no_grad():
+        if field == CLIP_STATES:
+            parts = dict.fromkeys(("tokenizer", "text_encoder", "vae", "scheduler", "transformer"))
+            pipeline = diffusers.WanImageToVideoPipeline(
+                image_encoder=model, image_processor=processor, **parts
+            )
+            theirs = pipeline.encode_image(picture, "cpu")
+        else:
+            kind = diffusers.HunyuanVideo15ImageToVideoPipeline
+            theirs = kind._get_image_embeds(model, processor, picture, torch.device("cpu"))
+    ours = ImageEncoder(tmp_path, field=field)
+    made = ours(torch.from_numpy(pixels).permute(2, 0, 1).float() / 127.5 - 1)
+    assert tuple(made.shape) == ours.shape == (256 + (field == CLIP_STATES), 8)
+    assert torch.equal(made, theirs[0])
+
+
+def test_clips_become_latents_with_states_of_their_first_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that Wan 2.1 reads to continue a picture."""
+    pytest.importorskip("av")
+    monkeypatch.setenv("PULSE_CACHE_DIR", str(tmp_path / "cache"))
+    folder = make_pipeline(tmp_path / "wan", "umt5")
+    make("wan", folder / "vae")
+    make_seeing(folder, CLIP_STATES)
+    for i in range(2):
+        write_film(tmp_path / f"clips/{i}.mkv", 9, size=(32, 32))
+        (tmp_path / f"clips/{i}.txt").write_text("a red bird")
+    write = ["data", "write-latents", "--from", f"videos:{tmp_path / 'clips'}", "--dtype", "fp32"]
+    write += ["--encoders", str(folder), "--image-size", "32", "--frames", "9", *BACKBONE]
+    write += options(frames=3, height=4, width=4, added_kv_proj_dim=24)
+    out = ["-o", str(tmp_path / "latents")]
+    assert main([*write, "--option", "image_dim=16", *out]) == 2
+    told = f"makes {CLIP_STATES} 257x8, the backbone reads 257x16"
+    assert told in capsys.readouterr().err
+    assert main([*write, "--option", "image_dim=8", *out]) == 0
+    written = LatentFolder(tmp_path / "latents")
+    made = {"context", "known_mask", "known_video", CLIP_STATES, "framing"}
+    assert written.fields.keys() == made
+    frame = torch.from_numpy(frames_by_pyav(tmp_path / "clips/0.mkv")[0].astype(np.float32))
+    expected = ImageEncoder(folder, field=CLIP_STATES)(frame.permute(2, 0, 1) / 127.5 - 1)
+    assert torch.equal(written.conditioning(0)[CLIP_STATES], expected)
+    assert CLIP_STATES not in written.null_conditioning()
 
 
 def test_clips_of_several_lengths_become_stores(

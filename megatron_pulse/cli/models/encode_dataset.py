@@ -55,6 +55,7 @@ from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sa
 from megatron_pulse.encoders.first_frame import (
     FIRST_FRAME,
     first_frame_fields,
+    seen_frame,
     starts_from_frame,
 )
 from megatron_pulse.encoders.image_encoder import ImageEncoder
@@ -189,8 +190,8 @@ def _write_store(
     output: Path,
 ) -> None:
     """Encode what is not yet in the store ``output`` of samples of one shape."""
-    embeds = backbone is not None and IMAGE_EMBEDDING in backbone.batch_fields
-    if args.encoders is not None and not dataset.has_captions and not embeds:
+    seen = None if backbone is None else seen_frame(backbone.batch_fields)
+    if args.encoders is not None and not dataset.has_captions and seen is None:
         require([f"--encoders: {args.source} has no captions; give only --vae"])
     if dataset.has_captions and args.encoders is None and text_states is None and not place.rank:
         print(f"captions of {args.source} are left out: --encoders writes their states")
@@ -218,10 +219,10 @@ def _write_store(
             fields[name] = FieldSpec(backbone.batch_fields[name].shape)
             made_by[name] = made_by[LATENT]
     image_encoder = None
-    if embeds:
-        image_encoder = _open_image_encoder(args)
-        made_by[IMAGE_EMBEDDING] = image_encoder.made_by()
-    elif args.frame_noise is not None:
+    if seen is not None and backbone is not None:
+        image_encoder = _open_image_encoder(args, seen, backbone.batch_fields[seen].shape)
+        made_by[seen] = image_encoder.made_by()
+    if args.frame_noise is not None and seen != IMAGE_EMBEDDING:
         require(["--frame-noise is for a --backbone that reads the first frame's embedding (SVD)"])
     layout = LatentLayout(
         shape=shape,
@@ -309,12 +310,18 @@ def _encoded(
     return Encoded(dataset, encoders, fields), dict(made_by)
 
 
-def _open_image_encoder(args: argparse.Namespace) -> ImageEncoder:
-    """Vision encoder of the pipeline folder."""
+def _open_image_encoder(
+    args: argparse.Namespace, field: str, shape: tuple[int, ...]
+) -> ImageEncoder:
+    """Vision encoder of the pipeline folder, for a ``field`` of this shape."""
     if args.encoders is None:
-        require([f"--backbone {args.backbone} reads an embedding of the first frame: --encoders"])
+        require([f"--backbone {args.backbone} reads {field} of the first frame: give --encoders"])
     dtype = getattr(torch, DTYPES[args.encoders_dtype]) if args.encoders_dtype else None
-    return ImageEncoder(args.encoders, dtype)
+    encoder = ImageEncoder(args.encoders, dtype, field)
+    if encoder.shape != shape:
+        made, read = ("x".join(map(str, each)) for each in (encoder.shape, shape))
+        require([f"{args.encoders}/image_encoder makes {field} {made}, the backbone reads {read}"])
+    return encoder
 
 
 def _open_texts(args: argparse.Namespace, backbone: Backbone | None) -> _Texts | None:
@@ -400,7 +407,7 @@ def _write(
                     if autoencoder is not None and first:
                         clip, noise = _clip(dataset.image(i)), None
                         frame = tuple(clip[:, 0].shape)
-                        if image_encoder is not None:
+                        if IMAGE_EMBEDDING in first:
                             noise, strength = drawn_frame_noise(args.frame_noise, i, frame)
                             ids = given[TIME_IDS]
                             given[TIME_IDS] = torch.cat([ids[:-1], ids.new_tensor([strength])])

@@ -144,7 +144,7 @@ def continued(
     rows: list[Any],
     each: int,
     autoencoder: Autoencoder | None,
-    image_encoder: Callable[[], ImageEncoder] | None = None,
+    image_encoder: Callable[[str], ImageEncoder] | None = None,
     settings: ClipSettings | None = None,
 ) -> tuple[list[Any], dict[str, Tensor], tuple[int, ...]]:
     """Rows of a sheet, and the fields of a model that continues a first frame, of pictures.
@@ -164,6 +164,7 @@ def continued(
     from megatron_pulse.encoders.first_frame import (
         FIRST_FRAME,
         first_frame_fields,
+        seen_frame,
         starts_from_frame,
     )
 
@@ -184,10 +185,11 @@ def continued(
     vae = autoencoder
 
     encoder, noises, given = None, None, settings or ClipSettings()
-    if IMAGE_EMBEDDING in shapes:
+    if (seen := seen_frame(shapes)) is not None:
         if image_encoder is None:
             raise UserError("--image: its pipeline folder embeds the first frame: give --encoders")
-        encoder = image_encoder()
+        encoder = image_encoder(seen)
+    if IMAGE_EMBEDDING in shapes:
         noises = given.noises(len(files), (channels, height * factor, width * factor))
 
     def begun(frame: tuple[Path, int | None]) -> dict[str, Tensor]:

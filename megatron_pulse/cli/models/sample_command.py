@@ -635,8 +635,8 @@ def _asked(
     return "labels", rows, partial(sampling.request_classes, beside=beside), noise_shape
 
 
-def _image_encoder(args: argparse.Namespace) -> Callable[[], ImageEncoder] | None:
-    """Opener of the vision encoder of ``--encoders``."""
+def _image_encoder(args: argparse.Namespace) -> Callable[[str], ImageEncoder] | None:
+    """Opener of the vision encoder of ``--encoders``, for a field."""
     if args.encoders is None:
         return None
     import torch
@@ -644,7 +644,7 @@ def _image_encoder(args: argparse.Namespace) -> Callable[[], ImageEncoder] | Non
     from megatron_pulse.encoders.image_encoder import ImageEncoder
 
     dtype = getattr(torch, DTYPES[args.encoders_dtype]) if args.encoders_dtype else None
-    return partial(ImageEncoder, args.encoders, dtype)
+    return lambda field: ImageEncoder(args.encoders, dtype, field)
 
 
 def _clip_settings(args: argparse.Namespace, model: TrainedModel) -> ClipSettings:
