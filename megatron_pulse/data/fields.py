@@ -45,6 +45,7 @@ from megatron_pulse.backbone.appended_fields import (
     FRAME_NOISE,
     IMAGE_EMBEDDING,
     IMAGE_LATENT,
+    SEEN_FRAME,
     SIGLIP_STATES,
     TIME_IDS,
 )
@@ -60,6 +61,7 @@ from megatron_pulse.data.dataset import (
     Variation,
 )
 from megatron_pulse.data.images.conditioning import CONDITIONING
+from megatron_pulse.encoders.text_recipe import is_text
 
 GUIDANCE, OFS = 3.5, 2.0
 FRAMING = "framing"
@@ -215,6 +217,16 @@ _NO_CAPTIONS = "no captions. Write NAME.txt beside each picture, or metadata.csv
 _NO_TEXTS = "no texts. Rewrite the data with encoders (pulse data write-latents --encoders DIR)"
 
 
+_BESIDE = (
+    "'pulse data write-latents' takes it from FOLDER.fields/NAME.safetensors beside FOLDER/NAME.*"
+)
+
+
+def _needs_files(name: str) -> bool:
+    """True of a field that neither encoders nor folders of pictures give."""
+    return not is_text(name) and name not in {CONDITIONING, FRAME_NOISE, *APPENDED, *SEEN_FRAME}
+
+
 class Fitted(Derived):
     """``source`` with exactly the fields of ``taken``: defaults added, other fields removed.
 
@@ -251,7 +263,7 @@ class Fitted(Derived):
             if name in source.fields and not source.fields[name].fits(spec):
                 self.faults.append(f"{reads} {name} ({spec}), the data has {source.fields[name]}")
             elif name not in source.fields and name not in self._constants:
-                none = "none"
+                none = f"none. {_BESIDE}" if _needs_files(name) else "none"
                 if name in tokens:
                     none = _NO_TEXTS if LATENT in source.made_by else _NO_CAPTIONS
                 self.faults.append(f"{reads} {name} ({spec}), the data has {none}")

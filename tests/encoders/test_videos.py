@@ -11,9 +11,11 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import save_file
 
 from megatron_pulse.backbone.appended_fields import CLIP_STATES, SIGLIP_STATES
 from megatron_pulse.cli.main import main
+from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.latents.stores import LatentStores
 from megatron_pulse.diffusion.grid import save_animation
@@ -21,7 +23,8 @@ from megatron_pulse.encoders.autoencoder import Autoencoder, AutoencoderError
 from megatron_pulse.encoders.first_frame import first_frame_fields
 from megatron_pulse.encoders.image_encoder import ImageEncoder
 from megatron_pulse.encoders.sample_decoder import SampleDecoder
-from model_specs import padding_frames
+from megatron_pulse.integration.training_data import wanted_by
+from model_specs import load_backbone, padding_frames
 from tests.data.films import frames_by_pyav, write_film
 from tests.encoders.pipelines import make_pipeline
 
@@ -292,6 +295,51 @@ def test_clips_become_latents_with_states_of_their_first_frames(
     expected = ImageEncoder(folder, field=CLIP_STATES)(frame.permute(2, 0, 1) / 127.5 - 1)
     assert torch.equal(written.conditioning(0)[CLIP_STATES], expected)
     assert CLIP_STATES not in written.null_conditioning()
+
+
+def test_tensors_beside_clips_become_fields(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """VACE's control, which no encoder makes; training says where it would come from."""
+    pytest.importorskip("av")
+    monkeypatch.setenv("PULSE_CACHE_DIR", str(tmp_path / "cache"))
+    folder = make_pipeline(tmp_path / "wan", "umt5")
+    make("wan", folder / "vae")
+    for i in range(2):
+        write_film(tmp_path / f"clips/a/{i}.mkv", 9, size=(32, 32))
+        (tmp_path / f"clips/a/{i}.txt").write_text("a red bird")
+    write = ["data", "write-latents", "--from", f"videos:{tmp_path / 'clips'}", "--dtype", "fp32"]
+    write += ["--encoders", str(folder), "--image-size", "32", "--frames", "9"]
+    write += ["--backbone", "diffusers:WanVACETransformer3DModel"]
+    vace = {"in_channels": 4, "num_layers": 2, "vace_layers": "0,1", "vace_in_channels": 6}
+    write += options(frames=3, height=4, width=4, **vace)
+    bare = tmp_path / "bare"
+    assert main([*write, "-o", str(bare)]) == 0
+    sizes = {**WAN, **vace, "frames": 3, "height": 4, "width": 4}
+    with pytest.raises(ValueError, match=r"control_hidden_states .* takes it from FOLDER.fields/"):
+        chain = load_backbone("diffusers:WanVACETransformer3DModel", sizes)
+        open_dataset(f"latents:{bare}", wanted=wanted_by(chain))
+    beside = tmp_path / "clips.fields/a"
+    beside.mkdir(parents=True)
+    controls = torch.randn(2, 6, 3, 4, 4)
+    save_file({"control_hidden_states": controls[0]}, beside / "0.safetensors")
+    out = ["-o", str(tmp_path / "latents")]
+    assert main([*write, *out]) == 2
+    assert "1 file (a/1.safetensors) do not exist" in capsys.readouterr().err
+    save_file(
+        {"control_hidden_states": controls[1, :5], "x": controls[0]}, beside / "1.safetensors"
+    )
+    assert main([*write, *out]) == 2
+    said = capsys.readouterr().err
+    assert "control_hidden_states is 5x3x4x4, the backbone reads 6x3x4x4" in said
+    assert "the backbone reads no x" in said
+    save_file({"control_hidden_states": controls[1]}, beside / "1.safetensors")
+    assert main([*write, *out]) == 0
+    written, _ = open_dataset(
+        f"latents:{tmp_path / 'latents'}", wanted=wanted_by(chain), validation_fraction=0.0
+    )
+    for i in range(2):
+        assert torch.equal(written.conditioning(i)["control_hidden_states"], controls[i])
 
 
 def test_clips_of_several_lengths_become_stores(

@@ -27,16 +27,17 @@ from megatron_pulse.cli.models.encoder_flags import (
 )
 from megatron_pulse.cli.shared_flags import clip_sizes, numbers
 from megatron_pulse.data.buckets import Buckets, buckets_of
-from megatron_pulse.data.build import InpaintMasks, open_by_shape, open_dataset
+from megatron_pulse.data.build import DataName, InpaintMasks, open_by_shape, open_dataset
 from megatron_pulse.data.captions import Encoded, EncodedWithPictures, cut_short
 from megatron_pulse.data.dataset import LATENT, FieldSpec, Variation
+from megatron_pulse.data.field_files import FIELDS, FieldFiles
 from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, WantedFields, framing_field
 from megatron_pulse.data.images.appended_pictures import (
     APPENDED_PICTURES,
     ENCODED,
     appended_latents,
 )
-from megatron_pulse.data.images.conditioning import CONDITIONING
+from megatron_pulse.data.images.conditioning import CONDITIONING, others_of
 from megatron_pulse.data.images.inpainting import (
     inpainting_specs,
     reads_masks,
@@ -204,6 +205,7 @@ def _write_store(
     if backbone is not None:
         dataset, texts = _encoded(args, dataset, shape, backbone, open_texts)
         made_by |= texts
+        dataset = _with_field_files(args, dataset, backbone, texts)
     if not place.rank:
         remark = "" if autoencoder is None else autoencoder.remark
         warn(remark, *dataset.cautions, *cut_short(dataset))
@@ -308,6 +310,25 @@ def _encoded(
     if isinstance(encoders, TextEncoders) and encoders.recipe.sees:
         return EncodedWithPictures(dataset, encoders, fields), dict(made_by)
     return Encoded(dataset, encoders, fields), dict(made_by)
+
+
+def _with_field_files(
+    args: argparse.Namespace,
+    dataset: DiffusionDataset,
+    backbone: Backbone,
+    texts: Collection[str],
+) -> DiffusionDataset:
+    """The dataset with the tensors of the folder beside its own, if there is one."""
+    root = Path(DataName.of(args.source).path)
+    if not others_of(root, FIELDS).is_dir():
+        return dataset
+    read = {
+        name: FieldSpec(spec.shape, "int64" if spec.dtype in ("int64", "bool") else spec.dtype)
+        for name, spec in backbone.batch_fields.items()
+        if name not in ("timesteps", "labels")
+    }
+    made = {*texts, *dataset.fields, *FIRST_FRAME}
+    return FieldFiles(dataset, root, read, made)
 
 
 def _open_image_encoder(
