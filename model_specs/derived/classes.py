@@ -53,7 +53,9 @@ def _frames_first(sizes: dict[str, int]) -> dict[str, int]:
 
 def _captioned_unet(config: Config) -> dict[str, int]:
     """Default sizes of ``UNet2DConditionModel``; Kolors reads longer texts than SDXL."""
-    is_kolors = config.encoder_hid_dim and config.addition_embed_type == "text_time"
+    settings = vars(config)
+    is_sized = settings.get("addition_embed_type") == "text_time"
+    is_kolors = is_sized and settings.get("encoder_hid_dim") is not None
     return _and(_image(), text_length=256 if is_kolors else 77)(config)
 
 
