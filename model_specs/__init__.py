@@ -473,31 +473,30 @@ def _means(family: ModuleType, settings: Mapping[str, Any], form: Published) -> 
     return bool(again.config == form.config)
 
 
+_OF_MODULES = {"UNet2DConditionModel": "encoder_hid_dim"}
+"""Setting of a class that its family lacks (Kolors), by class."""
+
+
 def load_published(config: Mapping[str, Any]) -> Backbone:
     """Build the backbone described by a published ``config.json``.
 
     The result's ``kept`` holds settings without effect here, such as ``upcast_attention``, or
     settings written in another form. ``published_form`` writes ``kept`` settings back.
 
-    A class without a family is built as a module, and so is one whose settings the family lacks
-    (Kolors' UNet). Raises ValueError for a class with unknown inputs, and for settings that neither
-    has.
+    A class without a family is built as a module, and so is one with a setting of ``_OF_MODULES``.
+    Raises ValueError for a class with unknown inputs, and for settings that the family lacks.
     """
     wanted = class_of(config)
     families = _published_families()
-    if wanted not in families and wanted in CLASSES:
-        return _as_module(wanted, config)
+    is_traced = config.get(_OF_MODULES.get(wanted, "")) is not None
+    if is_traced or wanted not in families and wanted in CLASSES:
+        options, kept = split(wanted, config)
+        return dataclasses.replace(load_backbone(f"{DIFFUSERS}{wanted}", options), kept=kept)
     if wanted not in families:
         known = sorted({*families, *CLASSES})
         raise ValueError(f"no family builds {wanted!r}; known classes: {', '.join(known)}")
     family = families[wanted]
-    try:
-        ours = family.config_from_published(config)
-    except ValueError:
-        if wanted in CLASSES:
-            with contextlib.suppress(ValueError):
-                return _as_module(wanted, config)
-        raise
+    ours = family.config_from_published(config)
     record = to_record(ours)
 
     def distance(name: str) -> int:
@@ -517,12 +516,6 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
         if not key.startswith("_") and (key not in form.config or _plain(form.config[key]) != value)
     }
     return dataclasses.replace(backbone, kept=kept)
-
-
-def _as_module(wanted: str, config: Mapping[str, Any]) -> Backbone:
-    """Backbone derived from diffusers' module of a class."""
-    options, kept = split(wanted, config)
-    return dataclasses.replace(load_backbone(f"{DIFFUSERS}{wanted}", options), kept=kept)
 
 
 def _plain(value: Any) -> Any:
