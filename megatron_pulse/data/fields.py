@@ -6,7 +6,6 @@ Some other fields have a default if the data lacks them:
 ==================  =========================================================================
 ``*_mask``          ones, if the data has the masked field itself: every token is seen
 ``guidance``        3.5, the default scale in the distillation of FLUX.1-dev
-``ofs``             2.0, of CogVideoX 1.5 from a picture
 ``time_ids``        SDXL's (height, width, crop top, crop left, height, width)
 ``image_meta_size`` Hunyuan-DiT's (height, width, height, width, crop top, crop left)
 ``resolution``      PixArt's (height, width)
@@ -41,12 +40,10 @@ from torch import Tensor
 
 from megatron_pulse.backbone.appended_fields import (
     APPENDED,
-    CLIP_STATES,
     FRAME_NOISE,
     IMAGE_EMBEDDING,
     IMAGE_LATENT,
     SEEN_FRAME,
-    SIGLIP_STATES,
     TIME_IDS,
 )
 from megatron_pulse.backbone.shape_buckets import PATCH_CORNER
@@ -63,7 +60,7 @@ from megatron_pulse.data.dataset import (
 from megatron_pulse.data.images.conditioning import CONDITIONING
 from megatron_pulse.encoders.text_recipe import is_text
 
-GUIDANCE, OFS = 3.5, 2.0
+GUIDANCE = 3.5
 FRAMING = "framing"
 """Field of a latent folder with each sample's original size, crop's top and left, target size."""
 FRAMING_SPEC = FieldSpec((6,), "int64")
@@ -179,7 +176,6 @@ def default_value(name: str, spec: FieldSpec, framing: Framing) -> Tensor | None
     height, width = framing.target
     known: dict[str, Sequence[float] | float] = {
         "guidance": GUIDANCE,
-        "ofs": OFS,
         "time_ids": [*framing.original, *framing.crop, *framing.target],
         "image_meta_size": [*framing.original, *framing.target, *framing.crop],
         "resolution": [height, width],
