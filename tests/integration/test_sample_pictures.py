@@ -144,6 +144,7 @@ def test_prompts_are_encoded_by_the_run_and_latents_decoded(tmp_path: Path):
         *("--pulse-sample-every", "2", "--pulse-sample-steps", "3", "--pulse-sample-guidance", "3"),
         *("--pulse-sample-prompt", prompts[0], "--pulse-sample-prompt", prompts[1]),
         *("--pulse-sample-negative-prompt", "a bird", "--pulse-sample-count", "2"),
+        "--pulse-sample-vae-tiling",
     ]  # fmt: skip
     samples = drawn(2, *flags, backbone="unet")
     said = [word for prompt in prompts for word in ("--prompt", prompt)]
