@@ -64,7 +64,11 @@ class FieldFiles(Derived):
         faults += [f"{of[0]} and {len(of) - 1} others: {told}" for told, of in others.items()]
         if faults:
             needed = ", ".join(sorted(read.keys() - {*made}))
-            remedy = f"Write NAME.safetensors for each sample, each with the same of {needed}."
+            remedy = (
+                f"Write NAME.safetensors for each sample, each with the same of {needed}."
+                if needed
+                else f"The backbone needs no such tensors: rename or remove {folder.name}."
+            )
             raise DataError(f"fields {folder}", first_of(faults), remedy)
         self._files = files
         self._own = {name: read[name] for name in names}

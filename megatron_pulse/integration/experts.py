@@ -35,8 +35,9 @@ def processes_of_experts(
     """
     faults, named = list[str](), f"{BOUNDARY} {boundary:g}"
     found = process, process
-    with collecting(faults, (ValueError,)), naming(named):
-        found = process.experts(boundary)
+    if 0 < boundary <= 1:  # others are faults of the flag
+        with collecting(faults, (ValueError,)), naming(named):
+            found = process.experts(boundary)
     parts = list(backbone.parts.items())
     if len(parts) != 2:
         faults.append(f"{named}: two experts are two chains, and {backbone.name} has {len(parts)}")

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_pulse.backbone.appended_fields import APPENDED, IMAGE_EMBEDDING
+from megatron_pulse.backbone.appended_fields import APPENDED, IMAGE_EMBEDDING, TIME_IDS
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.layer_selection import class_option
 from megatron_pulse.backbone.shape_buckets import PATCH_CORNER, at_shape
@@ -125,6 +125,11 @@ def _open_encoders(options: PulseOptions, backbone: Backbone) -> LoopEncoders | 
     if options.clips.frame_noise is not None and not draws:
         faults.append(
             "--pulse-frame-noise: no first frames of SVD are encoded in the loop. Leave it out"
+        )
+    moves = TIME_IDS in backbone.batch_fields
+    if options.clips.motion_bucket != ClipChoice().motion_bucket and not moves:
+        faults.append(
+            "--pulse-motion-bucket: the backbone reads no motion (SVD does). Leave it out"
         )
     if faults:
         raise Faults(faults)

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from megatron_pulse.data.images.folder import ImageSize
 
 type _Texts = tuple[Encodes, Mapping[str, FieldSpec], Mapping[str, str]]
+type _OpenImageEncoder = Callable[[Path, torch.dtype | None, str], ImageEncoder]
 _POSTERIORS = {
     "distribution": "mean and deviation of each posterior",
     "sample": "a sample of each posterior",
@@ -117,7 +118,8 @@ def write_latents(
             images=OpenedImages(read_flags(ClipChoice, args)),
         )
     texts = partial(_open_texts, args, backbone)
-    _write_store(args, place, text_states, autoencoder, dataset, backbone, texts, args.output)
+    of = args, place, text_states, autoencoder, dataset, backbone, texts, ImageEncoder
+    _checked_store(*of, args.output)()
 
 
 def _write_stores(
@@ -139,7 +141,7 @@ def _write_stores(
         of_clips = clip_sizes(pixels, args.frames)
         assert of_clips is not None and not isinstance(of_clips, int)
         sizes = [*of_clips]
-        backbone = _backbone(args, {BUCKETS: _in_latents(args.channels, sizes, autoencoder)})
+        backbone = _bucketed_backbone(args, sizes, autoencoder)
         chains = [None if backbone is None else at_shape(backbone, k) for k in range(len(sizes))]
         wanted = [
             _wanted(args, text_states, chain, size) or WantedFields(_pixels(args.channels, size))
@@ -152,14 +154,18 @@ def _write_stores(
             Store(folder=_store_name(sizes[k]), pixels=(sizes[k][0], sizes[k][1]))
             for k in number_of
         ]
-        write_index(args.output, stores, np.array([number_of[k] for k in order.tolist()]))
     if not place.rank:
         for bucket in buckets_of(Buckets(list(parts.values())), Buckets(list(parts.values()))):
             print(bucket.describe(of=len(order)))
-    texts = cache(partial(_open_texts, args, chains[0]))
+    texts, image_encoder = cache(partial(_open_texts, args, chains[0])), cache(ImageEncoder)
+    begun = []
     for number, (shape, dataset) in enumerate(sorted(parts.items())):
-        of = args, place, text_states, autoencoder, dataset, chains[shape], texts
-        _write_store(*of, args.output / stores[number]["folder"])
+        of = args, place, text_states, autoencoder, dataset, chains[shape], texts, image_encoder
+        begun.append(_checked_store(*of, args.output / stores[number]["folder"]))
+    with as_user_error(OSError):
+        write_index(args.output, stores, np.array([number_of[k] for k in order.tolist()]))
+    for write in begun:
+        write()
     if not place.rank:
         print(f"train on all shapes with --pulse-data latents:{args.output}")
 
@@ -180,7 +186,19 @@ def _backbone(args: argparse.Namespace, shapes: Mapping[str, str]) -> Backbone |
         return load_backbone(args.backbone, {**options, **shapes})
 
 
-def _write_store(
+def _bucketed_backbone(
+    args: argparse.Namespace, sizes: Sequence[tuple[int, ...]], autoencoder: Autoencoder | None
+) -> Backbone | None:
+    """Backbone with a bucket of each size; for one size, otherwise as its options make it."""
+    try:
+        return _backbone(args, {BUCKETS: _in_latents(args.channels, sizes, autoencoder)})
+    except UserError:
+        if len(sizes) > 1:
+            raise
+        return _backbone(args, {})
+
+
+def _checked_store(
     args: argparse.Namespace,
     place: RankOfJob,
     text_states: tuple[int, int] | None,
@@ -188,9 +206,13 @@ def _write_store(
     dataset: DiffusionDataset,
     backbone: Backbone | None,
     open_texts: Callable[[], _Texts | None],
+    open_image_encoder: _OpenImageEncoder,
     output: Path,
-) -> None:
-    """Encode what is not yet in the store ``output`` of samples of one shape."""
+) -> Callable[[], None]:
+    """Function that encodes what is not yet in the store ``output`` of samples of one shape.
+
+    Nothing is written before it is called.
+    """
     seen = None if backbone is None else seen_frame(backbone.batch_fields)
     if args.encoders is not None and not dataset.has_captions and seen is None:
         require([f"--encoders: {args.source} has no captions; give only --vae"])
@@ -222,10 +244,18 @@ def _write_store(
             made_by[name] = made_by[LATENT]
     image_encoder = None
     if seen is not None and backbone is not None:
-        image_encoder = _open_image_encoder(args, seen, backbone.batch_fields[seen].shape)
+        shape_seen = backbone.batch_fields[seen].shape
+        image_encoder = _open_image_encoder(args, open_image_encoder, seen, shape_seen)
         made_by[seen] = image_encoder.made_by()
+    faults = []
     if args.frame_noise is not None and seen != IMAGE_EMBEDDING:
-        require(["--frame-noise is for a --backbone that reads the first frame's embedding (SVD)"])
+        faults.append(
+            "--frame-noise is for a --backbone that reads the first frame's embedding (SVD)"
+        )
+    moves = backbone is not None and TIME_IDS in backbone.batch_fields
+    if args.motion_bucket != ClipChoice().motion_bucket and not moves:
+        faults.append("--motion-bucket is for a --backbone that reads motion (SVD)")
+    require(faults)
     layout = LatentLayout(
         shape=shape,
         num_classes=dataset.num_classes,
@@ -253,6 +283,20 @@ def _write_store(
                 "their files"
             ]
         )
+    return partial(_write_store, args, place, autoencoder, image_encoder, dataset, layout, output)
+
+
+def _write_store(
+    args: argparse.Namespace,
+    place: RankOfJob,
+    autoencoder: Autoencoder | None,
+    image_encoder: ImageEncoder | None,
+    dataset: DiffusionDataset,
+    layout: LatentLayout,
+    output: Path,
+) -> None:
+    """Encode what is not yet in the store ``output``."""
+    shape = layout.shape
     with as_user_error(OSError):
         nulls, count = dataset.null_conditioning(), len(dataset)
         writer = LatentWriter(output, layout, nulls, count, dataset.text_parts)
@@ -332,13 +376,16 @@ def _with_field_files(
 
 
 def _open_image_encoder(
-    args: argparse.Namespace, field: str, shape: tuple[int, ...]
+    args: argparse.Namespace,
+    open_image_encoder: _OpenImageEncoder,
+    field: str,
+    shape: tuple[int, ...],
 ) -> ImageEncoder:
     """Vision encoder of the pipeline folder, for a ``field`` of this shape."""
     if args.encoders is None:
         require([f"--backbone {args.backbone} reads {field} of the first frame: give --encoders"])
     dtype = getattr(torch, DTYPES[args.encoders_dtype]) if args.encoders_dtype else None
-    encoder = ImageEncoder(args.encoders, dtype, field)
+    encoder = open_image_encoder(args.encoders, dtype, field)
     if encoder.shape != shape:
         made, read = ("x".join(map(str, each)) for each in (encoder.shape, shape))
         require([f"{args.encoders}/image_encoder makes {field} {made}, the backbone reads {read}"])
@@ -534,10 +581,12 @@ def _in_latents(
     channels: int, sizes: Sequence[tuple[int, ...]], autoencoder: Autoencoder | None
 ) -> str:
     """Value of the backbone's option ``buckets`` for samples of these sizes."""
-    shapes = [_pixels(channels, size) for size in sizes]
+    shapes, channel_axis = [_pixels(channels, size) for size in sizes], 0
     if autoencoder is not None:
         shapes = [autoencoder.latent_shape(shape) for shape in shapes]
-    return ",".join("x".join(map(str, shape[1:])) for shape in shapes)
+        channel_axis = int(autoencoder.frames_first and len(shapes[0]) > 3)
+    sides = [[*shape[:channel_axis], *shape[channel_axis + 1 :]] for shape in shapes]
+    return ",".join("x".join(map(str, each)) for each in sides)
 
 
 def _store_name(size: tuple[int, ...]) -> str:

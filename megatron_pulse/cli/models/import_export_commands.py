@@ -354,7 +354,7 @@ def _open_base(given: str, saved: SavedRun, published: Published) -> PipelineBas
             return open_base(folder, published.class_name)
         except PublishedError as error:
             reasons.append(str(error))
-    told = "; ".join(reasons) or "the run has neither --pulse-encoders nor an imported pipeline"
+    told = "; ".join(reasons) or "the run has no --pulse-encoders, nor weights of a pipeline"
     raise UserError(f"--pipeline: no base pipeline is known: {told}. Give --pipeline DIR")
 
 

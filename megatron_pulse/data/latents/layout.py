@@ -344,4 +344,4 @@ _REMEDY = "Write the folder anew with 'pulse data write-latents'."
 
 def _missing(root: Path) -> str:
     command = f"pulse data write-latents --from folder:PICTURES --vae DIR -o {quote(str(root))}"
-    return f"Name another, or write it: {command}"
+    return f"Name another, or write it: '{command}'"

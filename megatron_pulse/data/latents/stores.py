@@ -127,8 +127,7 @@ class LatentStores(Joined):
             faults.append(f"its latents are {named[0]}, the backbone takes {named[1]}")
         if faults:
             remedy = (
-                "Give the model the shapes of the data (leave out --pulse-option buckets), or "
-                "write the data again."
+                "Give the model the shapes of the data (--pulse-option), or write the data again."
             )
             raise DataError(f"latents {root}", faults, remedy)
         self._shape_of = [taken.index(shape) for shape in there]

@@ -45,7 +45,7 @@ from megatron_pulse.data.videos.films import SUFFIXES, Film, film_of, frames_of
 from megatron_pulse.progress import track
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
-_NAMED = 20
+_NAMED = 10
 """Most clips that are named among those left aside."""
 _MIDDLE = 0.5
 _INSTANT_S = 1e-6
@@ -261,7 +261,7 @@ class VideoFolder(WordedImages):
             shapes.append(shape)
         if not kept:
             remedy = "Give fewer frames, a smaller stride, more frames a second, or longer films."
-            raise DataError(f"videos {self.root}", aside, remedy)
+            raise DataError(f"videos {self.root}", _first(aside), remedy)
         self.files = [self.files[i] for i in kept]
         self.labels = [self.labels[i] for i in kept]
         self.captions = [self.captions[i] for i in kept] if self.has_captions else ()
@@ -418,5 +418,9 @@ def _coloured(picture: Image.Image, channels: int) -> Image.Image:
 
 def _left_aside(root: Path, faults: Sequence[str]) -> list[str]:
     """Cautions on clips that are not used."""
-    more = [f"{root}: {len(faults) - _NAMED} more"] if len(faults) > _NAMED else []
-    return [*(f"{root}: left aside: {fault}" for fault in faults[:_NAMED]), *more]
+    return [f"{root}: left aside: {fault}" for fault in _first(faults)]
+
+
+def _first(faults: Sequence[str]) -> list[str]:
+    """The first few, and how many more there are."""
+    return [*faults[:_NAMED], *[f"{len(faults) - _NAMED} more"] * (len(faults) > _NAMED)]

@@ -17,6 +17,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.recorded_sizes import with_options
 from megatron_pulse.data.build import data_of_chains, encoders_of_chains, several_parts
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.scheduler_import import PIPELINE_INDEX
 from megatron_pulse.encoders.tokens import recorded_by
 from megatron_pulse.errors import format_faults
 from megatron_pulse.integration.checkpoint.diffusion_process import saved_process
@@ -138,10 +139,15 @@ class SavedRun:
 
     @property
     def base_pipelines(self) -> list[Path]:
-        """Pipeline folders that the run knows: of its encoders, and of its imported weights."""
+        """Pipeline folders that the run knows: of its encoders, of its imported weights and of its
+        frozen weights."""
         args = self.arguments
-        known = (getattr(args, name, None) for name in ("pulse_encoders", "pulse_base"))
-        return [Path(folder) for folder in dict.fromkeys(known) if folder]
+        known = [getattr(args, name, None) for name in ("pulse_encoders", "pulse_base")]
+        found = [Path(folder) for folder in known if folder]
+        if self.frozen_weights is not None:
+            pipeline = Path(self.frozen_weights.folder).parent
+            found += [pipeline] * (pipeline / PIPELINE_INDEX).is_file()
+        return list(dict.fromkeys(found))
 
     @property
     def has_ema(self) -> bool:

@@ -18,6 +18,9 @@ _FLAG = re.compile(
     re.MULTILINE,
 )
 
+_TWICE = re.compile(r"\b([\w.]+\.\w+) and \1\b")
+"""Two flags with one key."""
+
 
 def with_keys(text: str, keys: Mapping[str, str]) -> str:
     """``text`` with each flag replaced by its key, or by that of the table ``megatron``."""
@@ -28,7 +31,7 @@ def with_keys(text: str, keys: Mapping[str, str]) -> str:
             return keys[flag] + ("." if option and keys[flag] == "model.options" else option)
         return f"megatron.{flag[2:]}{option}" if flag in load_table() else found[0]
 
-    return _FLAG.sub(name, text) if "--" in text else text
+    return _TWICE.sub(r"\1", _FLAG.sub(name, text)) if "--" in text else text
 
 
 class _WithKeys:

@@ -163,6 +163,11 @@ def _decoder(
             raise UserError(
                 f"{_PREFIX}vae-tiling: no autoencoder decodes the samples. Leave it out"
             )
+        if choice.sample_encoders is not None and not makes_pixels(args):
+            raise UserError(
+                f"{_PREFIX}encoders {encoders}: there is no folder {VAE} in it, so samples stay "
+                f"latents. Give {_PREFIX}vae DIR"
+            )
         return SampleDecoder(backbone.sample_spec.shape, None)
     autoencoder = Autoencoder(folder, weighs=weighs, tiled=choice.sample_vae_tiling)
     padding = padding_frames(backbone.record)
