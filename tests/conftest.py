@@ -26,7 +26,7 @@ settings.register_profile("new", deadline=None, suppress_health_check=[HealthChe
 settings.register_profile("same", settings.get_profile("new"), derandomize=True)
 settings.load_profile("same")
 
-from tests.remembered import FOLDER, remember_analyses  # noqa: E402
+from tests.remembered import FOLDER, cache_small_chains, remember_analyses  # noqa: E402
 
 FIRST = (
     *("launch", "integration", "runtime", "planner"),
@@ -83,10 +83,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=place)
 
 
+def _shared(factory: pytest.TempPathFactory) -> Path:
+    """Folder that all processes of this session share."""
+    base = factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture(scope="session", autouse=True)
 def schedule_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Schedules that tests find are kept for this session only, and nobody is told of runs."""
-    folder = tmp_path_factory.mktemp("schedules")
+    """Schedules that tests find are kept for this session only, and nobody is told of runs.
+
+    Processes of this session share derived chains.
+    """
+    folder, graphs = tmp_path_factory.mktemp("schedules"), _shared(tmp_path_factory) / "graphs"
+    graphs.mkdir(exist_ok=True)
+    (folder / "graphs").symlink_to(graphs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PULSE_CACHE_DIR", str(folder))
         patch.setenv("WANDB_MODE", "disabled")  # as commands that need Megatron set it
@@ -96,13 +107,12 @@ def schedule_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session", autouse=True)
 def remembering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Processes of this session share what ``tests.remembered`` keeps."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    folder = shared / "remembered"
+    folder = _shared(tmp_path_factory) / "remembered"
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, str(folder))
         remember_analyses()
+        cache_small_chains()
         yield
 
 

@@ -22,7 +22,7 @@ from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from megatron_pulse.profile.files import save_profile
 from tests.planner.tune.problems import cluster, profile
 
-FAST = "--seconds 2 --solver none"
+FAST = "--seconds 0.7 --solver none"
 ASKED = "tune --profile p.json --cluster c.yaml --global-batch-size 16"
 
 

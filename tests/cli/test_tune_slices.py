@@ -16,7 +16,7 @@ from megatron_pulse.profile.files import save_profile
 from megatron_pulse.profile.profile import Profile
 from tests.planner.tune.problems import cluster, profile
 
-TUNE = "tune --profile p.json --cluster c.yaml --global-batch-size 16 --seconds 2 --solver none"
+TUNE = "tune --profile p.json --cluster c.yaml --global-batch-size 16 --seconds 0.7 --solver none"
 
 
 def _times(costs: Profile, memory: float, time: float = 1.0) -> Profile:

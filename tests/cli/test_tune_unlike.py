@@ -15,7 +15,7 @@ from megatron_pulse.profile.files import load_profile, save_profile
 from megatron_pulse.profile.profile import Source
 from tests.planner.tune.problems import profile
 
-FAST = "--global-batch-size 8 --seconds 2 --solver none --no-fsdp --micro-batch-size 1,2"
+FAST = "--global-batch-size 8 --seconds 0.7 --solver none --no-fsdp --micro-batch-size 1,2"
 FIGURES = {"tflops": 10, "bandwidth_gbs": 500}
 BOX = {
     "name": "box",

@@ -275,16 +275,16 @@ def test_auto_measures_tunes_and_runs(tmp_path: Path) -> None:
     flags = [
         *("--pulse-backbone", "uvit-tiny"),
         *(part for key, value in UVIT.items() for part in ("--pulse-option", f"{key}={value}")),
-        *("--pulse-auto", "--global-batch-size", str(BATCH), "--save", str(tmp_path)),
+        *("--pulse-auto", "--global-batch-size", "4", "--save", str(tmp_path)),
     ]
-    first = run(2, *flags, "--train-iters", "3", backbone="none")
-    assert len(first.losses) == 3 and None not in first.losses
+    first = run(2, *flags, "--train-iters", "2", backbone="none")
+    assert len(first.losses) == 2 and None not in first.losses
     plan = load_checked(tmp_path / "plan.json")
-    assert plan.world_size == 2 and plan.global_batch_size == BATCH
+    assert plan.world_size == 2 and plan.global_batch_size == 4
     assert plan.micro_batch_size == 2  # asked for
     # Started again it is the same job, with the same plan, further on.
     written = (tmp_path / "plan.json").read_bytes()
-    assert len(run(2, *flags, "--train-iters", "4", backbone="none").losses) == 1
+    assert len(run(2, *flags, "--train-iters", "3", backbone="none").losses) == 1
     assert (tmp_path / "plan.json").read_bytes() == written
     message = refused(1, *flags)
     assert "was made for another job (uvit-tiny on 2 ranks)" in message

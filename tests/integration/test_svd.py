@@ -36,6 +36,8 @@ from tests.svd_pipeline import FRAMES, SIDE, make_pipeline
 pytest.importorskip("av")
 EDM = chosen_process(ProcessChoice(objective="edm"))
 STEPS = ["--global-batch-size", "4", "--train-iters", "2"]
+WHOLE = ["--pulse-class-dropout", "0"]
+"""Of a run that drops no first frame."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def test_parts_of_the_first_frame_are_dropped_apart(made: Made) -> None:
 
 def test_first_loss_is_that_of_svd_s_trainers(made: Made) -> None:
     """The weighted error of the denoised latents, in fp64, of diffusers' UNet."""
-    seen = alone(*made.flags, "--pulse-class-dropout", "0", backbone="none")
+    seen = alone(*made.flags, *WHOLE, backbone="none")
     data, _ = open_dataset(f"latents:{made.root / 'latents'}")
     sampler = MicrobatchSampler(
         len(data), consumed_samples=0, micro_batch_size=4, data_parallel_rank=0,
@@ -145,9 +147,9 @@ def test_first_loss_is_that_of_svd_s_trainers(made: Made) -> None:
 
 def test_a_pipeline_trains_as_one_process(made: Made, tmp_path: Path) -> None:
     save = ["--save", str(tmp_path / "kept"), "--save-interval", "2"]
+    flags = [*made.flags, *WHOLE]
     assert_same(
-        run(2, *made.flags, *pipeline(2), *save, backbone="none"),
-        alone(*made.flags, backbone="none"),
+        run(2, *flags, *pipeline(2), *save, backbone="none"), alone(*flags, backbone="none")
     )
     words = ["sample", "--load", str(tmp_path / "kept"), "--steps", "2", "--per-class", "1"]
     vae = ["--vae", str(made.root / "pipeline/vae")]

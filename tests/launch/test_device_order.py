@@ -13,6 +13,7 @@ from megatron_pulse.planner.tune.config import Config
 from tests.integration.runs import BASE
 from tests.integration.test_device_order import ordered_plan
 from tests.launch.sessions import BIN, session
+from tests.launch.test_endings import saved
 
 
 def reversed_run(folder: Path, *flags: str) -> list[str | Path]:
@@ -25,12 +26,16 @@ def reversed_run(folder: Path, *flags: str) -> list[str | Path]:
 
 
 def test_killed_rank_is_named_by_its_number_in_the_plan(tmp_path: Path) -> None:
-    with session(reversed_run(tmp_path)) as run:
+    save = ["--save", str(tmp_path / "run"), "--save-interval", "3"]
+    with session(reversed_run(tmp_path, *save)) as run:
         run.wait_for("iteration        4/")
         os.kill(run.children()[0], signal.SIGKILL)
         assert run.ended() == 1
-        assert run.said().count("pulse run: rank 1 (launcher's rank 0) exited on SIGKILL") == 1
-        assert "rank 0 stops; first failure in this job: rank 0: " in run.said()
+        said = run.said()
+        assert said.count("pulse run: rank 1 (launcher's rank 0) exited on SIGKILL") == 1
+        assert said.count("rank 0 stops; first failure in this job: rank 0: ") == 1
+        assert "Traceback" not in said
+        assert saved(tmp_path / "run") >= 3
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -228,9 +228,10 @@ def test_heads_that_do_not_divide_need_rings(size: int, alone: Alone) -> None:
     compare([Way(size, dtype=dtype) for dtype in DTYPES], cases, alone)
 
 
-def test_beside_tensor_and_sequence_parallelism(alone: Alone) -> None:
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_beside_tensor_parallelism(sequence_parallel: bool, alone: Alone) -> None:
     """A tensor-parallel rank has 3 of 6 heads, which two ranks share by rings."""
-    compare([Way(2, 2, sp, torch.float64) for sp in (False, True)], EVEN | SIX_HEADS, alone)
+    compare([Way(2, 2, sequence_parallel, torch.float64)], EVEN | SIX_HEADS, alone)
 
 
 LONG: Cases = {

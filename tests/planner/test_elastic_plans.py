@@ -64,7 +64,7 @@ def test_a_plan_for_each_world(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "ours.yaml").write_text(OURS)
     words = [
         "tune", "--backbone", "uvit-tiny", "--cluster", str(tmp_path / "ours.yaml"),
-        "--global-batch-size", "16", "--seconds", "1", "--solver", "none",
+        "--global-batch-size", "16", "--seconds", "0.4", "--solver", "none",
     ]  # fmt: skip
     plans = tmp_path / "plans"
     assert main([*words, "--world-sizes", "4,2,1", "-o", str(plans)]) == 0

@@ -166,7 +166,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "links:\n  intra_node: {kind: pcie, bandwidth_gbs: 10, latency_us: 5, shared: device}\n"
     )
     tuned = ["tune", "--profile", str(file), "--cluster", str(where), "--global-batch-size", "4"]
-    tuned += ["--seconds", "2", "-o", str(plan), "--context-parallel", "2,4", "--no-fsdp"]
+    tuned += ["--seconds", "0.5", "-o", str(plan), "--context-parallel", "2,4", "--no-fsdp"]
     assert main(tuned) != 0
     assert "--context-parallel' and the same options" in capsys.readouterr().err
     assert main([*made, "--context-parallel"]) == 0

@@ -126,7 +126,7 @@ def test_orders_keep_nodes_together_and_tensor_parallel_groups_alike() -> None:
 
 def tuned(evaluator: Evaluator) -> Tuning:
     choices = Choices(micro_batch_size=(1, 2), fsdp=False)
-    return tune(evaluator, choices, 2.0, solver="none", keep=3)
+    return tune(evaluator, choices, 1.0, solver="none", keep=3)
 
 
 @pytest.fixture(scope="module")
