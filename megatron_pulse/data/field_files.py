@@ -6,6 +6,7 @@ backbone's fields: ``control_hidden_states`` of VACE, ``class_labels`` of a UNet
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -46,20 +47,27 @@ class FieldFiles(Derived):
         super().__init__(source)
         folder = others_of(root, FIELDS)
         paths = [path for path in source.pictures() if isinstance(path, Path)]
-        files = [(folder / path.relative_to(root)).with_suffix(".safetensors") for path in paths]
+        places = [path.absolute().relative_to(root.absolute()) for path in paths]
+        files = [(folder / place).with_suffix(".safetensors") for place in places]
         faults = [] if paths else [f"tensors belong to files in folders, not to those of {root}"]
         if missing := [file for file in files if not file.is_file()]:
             faults.append(f"{some(folder, missing, 'file')} do not exist")
+        if twice := [file for file, count in Counter(files).items() if count > 1]:
+            faults.append(f"{some(folder, twice, 'file')} belong to several samples")
         names, others = frozenset[str](), dict[str, list[str]]()
+        first = True
         for file in (file for file in files if not missing):
             try:
                 stored = StoredTensors([file])
             except PublishedError as error:
                 faults += error.faults
                 continue
-            names = names or frozenset(stored)
+            if first:
+                names, first = frozenset(stored), False
+            if not stored:
+                others.setdefault("there are no tensors", []).append(file.name)
             for name in sorted(names | stored.keys()):
-                if fault := _fault(name, stored, read, made):
+                if fault := _fault(name, names, stored, read, made):
                     others.setdefault(fault, []).append(file.name)
         faults += [f"{of[0]} and {len(of) - 1} others: {told}" for told, of in others.items()]
         if faults:
@@ -85,7 +93,11 @@ class FieldFiles(Derived):
 
 
 def _fault(
-    name: str, stored: StoredTensors, read: Mapping[str, FieldSpec], made: Collection[str]
+    name: str,
+    names: Collection[str],
+    stored: StoredTensors,
+    read: Mapping[str, FieldSpec],
+    made: Collection[str],
 ) -> str:
     """Reason why a tensor cannot be the field of this name; empty if it can."""
     if name not in stored:
@@ -94,6 +106,11 @@ def _fault(
         return f"{name} is made by the encoders: leave it out"
     if name not in read:
         return f"the backbone reads no {name}"
-    if (shape := stored.kind_of(name)[0]) != read[name].shape:
+    if name not in names:
+        return f"{name} is in this file, another has none"
+    shape, dtype = stored.kind_of(name)
+    if dtype.is_complex or dtype.is_floating_point and not read[name].torch_dtype.is_floating_point:
+        return f"{name} is {str(dtype).removeprefix('torch.')}, the backbone reads {read[name]}"
+    if shape != read[name].shape:
         return f"{name} is {'x'.join(map(str, shape))}, the backbone reads {read[name]}"
     return ""

@@ -73,6 +73,10 @@ class TimeShift(StrEnum):
     LINEAR = "linear"
 
 
+_MOST_MU = 50
+"""Largest mu; later times are equal to 1 in double precision."""
+
+
 @dataclass(frozen=True)
 class DynamicShift:
     """Flow shift that grows with the picture, as diffusers' ``use_dynamic_shifting``.
@@ -106,6 +110,8 @@ class DynamicShift:
                 f"a dynamic shift from {self.base_tokens} to {self.max_tokens} tokens: the second "
                 "number must be larger"
             ]
+        if self.kind == TimeShift.EXPONENTIAL and max(self.base_shift, self.max_shift) > _MOST_MU:
+            return [f"a dynamic shift of exp({self.max_shift:g}): at most exp({_MOST_MU})"]
         if self.kind == TimeShift.LINEAR and min(self.base_shift, self.max_shift) <= 0:
             return ["a linear dynamic shift must be positive at both ends"]
         return []

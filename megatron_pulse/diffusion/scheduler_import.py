@@ -7,6 +7,7 @@ classes. Settings that would change the process in an unknown way are rejected.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -74,7 +75,7 @@ DYNAMIC = {
 }
 _NUMBERS = {
     "num_train_timesteps", "beta_start", "beta_end", "shift", "flow_shift", "base_shift",
-    "max_shift", "base_image_seq_len", "max_image_seq_len",
+    "max_shift", "base_image_seq_len", "max_image_seq_len", "snr_shift_scale",
 }  # fmt: skip
 TIMES_ARE_SHARES = 1000
 """Timesteps of a process whose published scheduler has one, so that its times are shares."""
@@ -312,6 +313,11 @@ def _faults_of_types(settings: Mapping[str, Any]) -> list[str]:
     count = settings["num_train_timesteps"]
     if isinstance(count, float) and not count.is_integer():
         faults.append(f"num_train_timesteps is {count}; it must be a whole number")
+    elif isinstance(count, int | float) and count < 1:
+        faults.append(f"num_train_timesteps is {count}; it must be at least 1")
+    scale = settings.get(SNR_SHIFT, 1)
+    if isinstance(scale, int | float) and not 0 < scale < math.inf:
+        faults.append(f"{SNR_SHIFT} is {scale}; it must be above 0")
     spacing = settings.get("timestep_spacing", SPACINGS[0])
     if spacing not in SPACINGS:
         faults.append(f"timestep_spacing is {spacing!r}; known: {', '.join(SPACINGS)}")

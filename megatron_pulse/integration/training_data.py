@@ -126,11 +126,6 @@ def _open_encoders(options: PulseOptions, backbone: Backbone) -> LoopEncoders | 
         faults.append(
             "--pulse-frame-noise: no first frames of SVD are encoded in the loop. Leave it out"
         )
-    moves = TIME_IDS in backbone.batch_fields
-    if options.clips.motion_bucket != ClipChoice().motion_bucket and not moves:
-        faults.append(
-            "--pulse-motion-bucket: the backbone reads no motion (SVD does). Leave it out"
-        )
     if faults:
         raise Faults(faults)
     return found
@@ -220,6 +215,10 @@ class DiffusionData:
             )
         self._augmentation = options.augmented.augmentation
         if any(isinstance(source, VideoFolder) for source in self.train.sources):
+            moved = options.clips.motion_bucket != ClipChoice().motion_bucket
+            if moved and TIME_IDS not in backbone.batch_fields:
+                fault = "the backbone reads no motion, as SVD does"
+                raise DataError("--pulse-motion-bucket", [fault], "Leave it out.")
             random = options.augmented.clip_start == "random"
             self._augmentation = replace(self._augmentation, random_start=random)
         elif options.clips != ClipChoice():

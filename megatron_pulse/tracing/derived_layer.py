@@ -32,7 +32,7 @@ from megatron_pulse.tracing.context_parallel.divided_chain import (
     divide_chain,
 )
 from megatron_pulse.tracing.dotted_parameters import Nest, container_of, register_parameters
-from megatron_pulse.tracing.executable import PRODUCTS, executable
+from megatron_pulse.tracing.executable import PRODUCTS, counting_every_position, executable
 from megatron_pulse.tracing.initial_weights.meta_init import has_no_memory
 from megatron_pulse.tracing.initial_weights.sources import Weights, float8_of
 from megatron_pulse.tracing.quantized_graph import Quantization, quantized
@@ -283,7 +283,8 @@ class DerivedLayer(Nest):
         chain = source.chains.find(self.chain_shape, size, self.training)
         state = [self._state(name, chain, device) for name in unit.state]
         run = self._executable(chain, device)
-        results = run(*(values[name] for name in unit.takes), *state)
+        with counting_every_position(device):
+            results = run(*(values[name] for name in unit.takes), *state)
         values.update(zip(unit.gives, results, strict=True))
         provided = tuple(sample_of[name].split(values[name]) for name in unit.provides)
         if unit.embedder:

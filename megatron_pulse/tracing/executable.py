@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.experimental import _config
 
 from megatron_pulse.tracing.graph_analysis import operation
 from megatron_pulse.tracing.units import UnitChain
@@ -30,6 +33,14 @@ _RETARGETED = {
 """Functions replaced by public names, for deferred weight gradients and the analysis of memory."""
 
 
+def counting_every_position(device: torch.device) -> AbstractContextManager[Any]:
+    """Context in which masks select every position on the meta device, which has no values."""
+    if device.type != "meta":
+        return nullcontext()
+    context: AbstractContextManager[Any] = _config.patch(meta_nonzero_assume_all_nonzero=True)
+    return context
+
+
 def executable(
     graph: fx.Graph,
     chain: UnitChain,
@@ -40,24 +51,43 @@ def executable(
 
     The graph may call ``modules`` by name.
     """
+    copy = _moved(graph, chain.device, device)
+    for node in copy.nodes:
+        if node.op == "call_function" and node.target in _RETARGETED:
+            node.target = _RETARGETED[node.target]
+    used = {n.target: chain.state[n.target] for n in copy.nodes if n.op == "get_attr"}
+    regions = {name: _moved_region(each, chain.device, device) for name, each in used.items()}
+    return fx.GraphModule({**regions, **(modules or {})}, copy)
+
+
+def _moved_region(region: Any, exported: str, device: torch.device) -> Any:
+    """Region, such as that of autocast, on ``device``; anything else unchanged."""
+    if not isinstance(region, fx.GraphModule):
+        return region
+    copy = _moved(region.graph, exported, device)
+    inner = {n.target: attrgetter(n.target)(region) for n in copy.nodes if n.op == "get_attr"}
+    moved = {name: _moved_region(each, exported, device) for name, each in inner.items()}
+    return fx.GraphModule(moved, copy)
+
+
+def _moved(graph: fx.Graph, exported: str, device: torch.device) -> fx.Graph:
+    """Copy of a graph, exported on that kind of device, whose new tensors are on ``device``."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
-    regions = {n.target: chain.state[n.target] for n in copy.nodes if n.op == "get_attr"}
-    here = ("cpu", chain.device)  # other devices are named by the model
+    here = ("cpu", exported)  # other devices are named by the model
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
     for node in copy.nodes:
         if node.op != "call_function":
             continue
-
-        def moved(value: Any) -> Any:
-            return device if isinstance(value, torch.device) else value
-
         node.args = fx.node.map_aggregate(node.args, moved)
         node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
         if "autocast" in operation(node) and node.args[0] in here:
-            node.args = (device.type, *node.args[1:])
-        if node.target in _RETARGETED:
-            node.target = _RETARGETED[node.target]
-    return fx.GraphModule({**regions, **(modules or {})}, copy)
+            by = "cpu" if device.type == "meta" else device.type  # meta has no autocast
+            node.args = (by, *node.args[1:])
+    return copy
 
 
 def run(chain: UnitChain, given: Mapping[str, Tensor]) -> Tensor:

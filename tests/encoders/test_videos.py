@@ -333,6 +333,14 @@ def test_tensors_beside_clips_become_fields(
     said = capsys.readouterr().err
     assert "control_hidden_states is 5x3x4x4, the backbone reads 6x3x4x4" in said
     assert "the backbone reads no x" in said
+    assert "each with the same of control_hidden_states" in said
+    for tensors, fault in (
+        ({}, "there are no tensors"),
+        ({"control_hidden_states": controls[1].to(torch.complex64)}, "is complex64"),
+    ):
+        save_file(tensors, beside / "1.safetensors")
+        assert main([*write, *out]) == 2
+        assert fault in capsys.readouterr().err
     save_file({"control_hidden_states": controls[1]}, beside / "1.safetensors")
     assert main([*write, *out]) == 0
     written, _ = open_dataset(

@@ -217,12 +217,32 @@ def test_what_svd_alone_reads_and_bears_is_refused(
     monkeypatch.setenv("PULSE_CACHE_DIR", str(tmp_path))
     (fault,) = refuse(monkeypatch, 1, [*made.flags, "--pulse-class-dropout", "0.5"], BASE)
     assert "image_embedding alone, image_latent alone, and both" in fault
-    vae = ["--vae", str(made.root / "pipeline/vae"), "--frame-noise", "0,0"]
-    films = ["--from", f"videos:{made.root / 'films'}", "--image-size", str(SIDE), "--frames", "2"]
-    words = ["data", "write-latents", *films, *vae, "-o", str(tmp_path / "latents")]
+    words = [*by_buckets(made, tmp_path), "--vae", str(made.root / "pipeline/vae")]
     capsys.readouterr()
-    assert main(words) == 2
-    assert "--frame-noise is for a --backbone that reads" in capsys.readouterr().err
+    assert main([*words, "--frame-noise", "0,0", "--motion-bucket", "9"]) == 2
+    said = capsys.readouterr().err
+    assert "--frame-noise is for a --backbone that reads" in said
+    assert "--motion-bucket is for a --backbone that reads" in said
+    assert not (tmp_path / "latents").exists()
+
+
+def by_buckets(made: Made, folder: Path) -> list[str]:
+    """Command that writes clips of the one size in a store of its own."""
+    films = ["--from", f"videos:{made.root / 'films'}", "--frames", str(FRAMES)]
+    size = ["--buckets", f"{SIDE}x{SIDE}", "--dtype", "fp32"]
+    return ["data", "write-latents", *films, *size, "-o", str(folder / "latents")]
+
+
+@pytest.mark.parametrize("options", [[], ["--option", "height=8", "--option", "width=8"]])
+def test_clips_are_written_by_buckets(made: Made, tmp_path: Path, options: list[str]) -> None:
+    """The help's command, with the latent's sides and without."""
+    module = ["--module", f"diffusers:{made.root / 'pipeline/unet'}", *options]
+    words = [*by_buckets(made, tmp_path), "--encoders", str(made.root / "pipeline"), *module]
+    assert main([*words, "--motion-bucket", "60", "--posterior", "mean"]) == 0
+    (store,) = (tmp_path / "latents").glob("*x*")
+    written, expected = LatentFolder(store), LatentFolder(made.root / "latents")
+    assert written.image_shape == (FRAMES, 4, 8, 8)
+    assert torch.equal(written.image(1), expected.image(1))
 
 
 def test_the_recipe_trains_and_draws(made: Made, tmp_path: Path) -> None:

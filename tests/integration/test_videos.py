@@ -59,6 +59,7 @@ def test_clips_and_pictures_train_as_one_process_and_go_on(data: list[str], tmp_
     [
         (["--pulse-resolution", "8"], "are for pictures. Give clips the shapes of the model"),
         (TOO_LONG, "too few"),
+        (["--pulse-motion-bucket", "9"], "the backbone reads no motion"),
     ],
 )
 def test_what_cannot_be(

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pulse.integration.checkpoint.published_weights import export_weights, whole_stage
+from megatron_pulse.profile.measurement.module_check import module_faults
 from model_specs import load_backbone
 from model_specs.derived.rank0_messages import say_once
+from tests.tracing.subject import Subject
 from tests.tracing.zoo import make
 from tests.tracing.zoo.declared import TINY, class_of, declaration
 
@@ -339,6 +341,12 @@ def test_positions_are_those_of_pipelines() -> None:
     image = prepare_pos_ids(1, "image", start=(512, 512), height=4, width=4)
     assert torch.equal(inputs["img_ids"], image)
     assert torch.equal(inputs["txt_ids"], prepare_pos_ids(num_token=6))
+
+
+@pytest.mark.parametrize("name", [*TINY, "mochi"])
+def test_layers_of_declared_classes_run_without_values(name: str) -> None:
+    """As analytic profiles call them; on another device than they were exported on."""
+    assert not module_faults(Subject(name, "float32").chain)
 
 
 @pytest.mark.usefixtures("one_rank")

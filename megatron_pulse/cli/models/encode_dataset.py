@@ -363,8 +363,8 @@ def _with_field_files(
     texts: Collection[str],
 ) -> DiffusionDataset:
     """The dataset with the tensors of the folder beside its own, if there is one."""
-    root = Path(DataName.of(args.source).path)
-    if not others_of(root, FIELDS).is_dir():
+    root = Path(DataName.of(args.source).path).absolute()  # "." is nameless
+    if not root.is_dir() or not others_of(root, FIELDS).is_dir():
         return dataset
     read = {
         name: FieldSpec(spec.shape, "int64" if spec.dtype in ("int64", "bool") else spec.dtype)

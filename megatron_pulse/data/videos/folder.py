@@ -45,7 +45,7 @@ from megatron_pulse.data.videos.films import SUFFIXES, Film, film_of, frames_of
 from megatron_pulse.progress import track
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
-_NAMED = 10
+_NAMED = 20
 """Most clips that are named among those left aside."""
 _MIDDLE = 0.5
 _INSTANT_S = 1e-6
