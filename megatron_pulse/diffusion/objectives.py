@@ -419,15 +419,16 @@ class DiffusionProcess:
                     *unlike("zero_terminal_snr")]  # fmt: skip
         return found + unlike(*_OF_BETAS, "zero_terminal_snr")
 
-    def describe(self, num_tokens: int | None = None) -> str:
-        """Describe the process in one line; the shift is evaluated for pictures of
-        ``num_tokens``."""
+    def describe(self, num_tokens: int | None = None, shift_there: float | None = None) -> str:
+        """Describe the process in one line; the shift is evaluated for pictures of ``num_tokens``,
+        if it is not ``shift_there``."""
         if not self._has_betas:
             shift = f"shift {self.shift:g}" if isinstance(self.shift, float | int) else ""
             if isinstance(self.shift, DynamicShift):
                 shift = f"shift {self.shift}"
                 if num_tokens is not None:
-                    shift += f" ({self.shift.at(num_tokens):.4g} at {num_tokens} tokens)"
+                    there = self.shift.at(num_tokens) if shift_there is None else shift_there
+                    shift += f" ({there:.4g} at {num_tokens} tokens)"
             density = str(self.density)
             if self.density == TimestepDensity.LOGIT_NORMAL:
                 density += f"({self.logit_mean:g}, {self.logit_std:g})"

@@ -36,18 +36,20 @@ def plain_guide(conditional: Tensor, unconditional: Tensor, scale: float | Tenso
 class SamplingRules:
     """Rules of a pipeline.
 
-    ``guide`` makes the guidance of one trajectory. ``shift`` replaces a
-    scheduler's dynamic shift. ``grid`` are flow's times of a number of steps, in place of even
-    ones; a time behind them is that of the result, 0 by default. ``flow_grid`` is the pipeline's.
-    With ``scales_ends``, the start has the deviation of its time, and the result is divided by its
-    share of the signal. ``settings`` replace the scheduler's. ``finish`` changes samples ``[b, c,
-    f, h, w]`` that continue given frames. ``caution`` says what the pipeline draws otherwise.
+    ``guide`` makes the guidance of one trajectory. ``shift`` replaces a scheduler's dynamic shift,
+    also in training if ``trains_shifted``. ``grid`` are flow's times of a number of steps, in place
+    of even ones; a time behind them is that of the result, 0 by default. ``flow_grid`` is the
+    pipeline's. With ``scales_ends``, the start has the deviation of its time, and the result is
+    divided by its share of the signal. ``settings`` replace the scheduler's. ``finish`` changes
+    samples ``[b, c, f, h, w]`` that continue given frames. ``caution`` says what the pipeline draws
+    otherwise.
     """
 
     guide: Callable[[], Guide] = lambda: plain_guide
     shift: Callable[[DynamicShift, SampleSize], float] = lambda shift, size: shift.at(
         size.num_tokens
     )
+    trains_shifted: bool = False
     grid: Callable[[int], list[float]] | None = None
     flow_grid: FlowGrid = FlowGrid.EVEN
     scales_ends: bool = False

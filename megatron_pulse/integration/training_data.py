@@ -38,6 +38,7 @@ from megatron_pulse.diffusion.learned_sigma import variational_bound
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
 from megatron_pulse.diffusion.preference import PreferenceLoss
 from megatron_pulse.diffusion.process_flags import DynamicShift
+from megatron_pulse.diffusion.sampling_rules import NO_RULES, SampleSize
 from megatron_pulse.encoders.text_recipe import VAE, is_text
 from megatron_pulse.errors import Faults, collecting
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
@@ -51,7 +52,7 @@ from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.planner.schedule.operations import BubbleTask
 from megatron_pulse.profile.trainable import copies_reference
 from megatron_pulse.runtime.collectives import gather_objects
-from model_specs import text_recipe
+from model_specs import known_frames, sampling_rules, text_recipe
 
 _RARE = 1e-3
 """Number of samples that stands for none, since each shape has a share above 0."""
@@ -131,6 +132,22 @@ def _open_encoders(options: PulseOptions, backbone: Backbone) -> LoopEncoders | 
     return found
 
 
+def trained_process(process: DiffusionProcess, chain: Backbone) -> DiffusionProcess:
+    """Process of training ``chain``, of samples of one shape: a dynamic shift becomes a number."""
+    name = chain.record.get("name")
+    rules = NO_RULES if name is None or chain.parts else sampling_rules(name)
+    if not rules.trains_shifted:
+        return process.for_tokens(chain.image_tokens)
+    size = SampleSize(chain.sample_spec.shape, chain.image_tokens, process.num_timesteps)
+    return rules.shifted(process, size)
+
+
+def described(process: DiffusionProcess, chain: Backbone) -> str:
+    """Line about the process of training ``chain``."""
+    shift = trained_process(process, chain).shift
+    return process.describe(chain.image_tokens, shift if isinstance(shift, float) else None)
+
+
 class DiffusionData:
     """``--pulse-data``, opened for ``backbone`` and ``process`` at the backbone's resolutions.
 
@@ -151,11 +168,11 @@ class DiffusionData:
         sizes = [chain.sample_spec.shape[-2:] for chain in chains]
         if patchwise:  # one shape of data; patches have the noise of their wholes
             chains = chains[:1]
-        num_tokens = [chain.image_tokens for chain in chains]
-        self.process = process.for_tokens(num_tokens[0])
+        at_sizes = [trained_process(process, chain) for chain in chains]
+        self.process, self._known_frames = at_sizes[0], known_frames(backbone.record)
         self.dynamic_shift = process.shift if isinstance(process.shift, DynamicShift) else None
         """Shift that depends on a sample's size, which ``process`` has for the first shape."""
-        self.description = " or ".join(dict.fromkeys(map(process.describe, num_tokens)))
+        self.description = " or ".join(dict.fromkeys(described(process, each) for each in chains))
         self._seed = seed
         self._class_dropout = options.class_dropout
         self._encoder_dropout = {
@@ -234,7 +251,7 @@ class DiffusionData:
         """In patch-wise training, training samples with their patches, and whole ones."""
         self.shares: tuple[float, ...] = ()
         """Fraction of the training microbatches of each of the backbone's shapes."""
-        self._processes = [process.for_tokens(num_tokens[shape_index]) for shape_index in shapes]
+        self._processes = [at_sizes[shape_index] for shape_index in shapes]
         self._shapes = shapes
         if patchwise:
             self._begin_patches(backbone, sizes)
@@ -387,8 +404,7 @@ class DiffusionData:
         A prediction with twice the sample's channels has a learned sigma in its second half, which
         counts with --pulse-learned-sigma only (see predicted_mean).
         """
-        mean = predicted_mean(prediction, self._num_channels)
-        target = batch["target"].to(mean.device, non_blocking=True)
+        mean, target = self._predicted(prediction, batch)
         if "loss_weights" in batch or "loss_mask" in batch:
             weights, mask = batch.get("loss_weights"), batch.get("loss_mask")
             loss = self._loss.error(mean, target, weights, mask)
@@ -400,6 +416,14 @@ class DiffusionData:
         bounds = variational_bound(self.process, prediction, noisy, target, batch["timesteps"])
         return loss + bounds.mean()
 
+    def _predicted(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Predicted mean and its target, without frames that are given."""
+        mean = predicted_mean(prediction, self._num_channels)
+        target = batch["target"].to(mean.device, non_blocking=True)
+        if not self._known_frames:
+            return mean, target
+        return mean[:, :, self._known_frames :], target[:, :, self._known_frames :]
+
     def preference(self) -> PreferenceLoss | None:
         """New preference loss, if that is what is trained."""
         if not self._loss.is_preference:
@@ -409,15 +433,13 @@ class DiffusionData:
 
     def _sample_errors(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Error of each sample of a microbatch, fp64 ``[b]``; weighted in training."""
-        mean = predicted_mean(prediction, self._num_channels)
-        target = batch["target"].to(mean.device, non_blocking=True)
+        mean, target = self._predicted(prediction, batch)
         return self._loss.errors(mean, target, batch.get("loss_weights"))
 
     def sample_losses(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Validation loss of each sample of a microbatch: its mean squared error, fp32 ``[b]``."""
-        mean = predicted_mean(prediction, self._num_channels).float()
-        target = batch["target"].to(mean.device, non_blocking=True)
-        return (mean - target.float()).square().flatten(1).mean(1)
+        mean, target = self._predicted(prediction, batch)
+        return (mean.float() - target.float()).square().flatten(1).mean(1)
 
     @property
     def num_validation(self) -> int:

@@ -33,7 +33,9 @@ BY_CLASS = {
         ),
         _SCHEDULER_GRID,
     ),
-    "CogView4Transformer2DModel": SamplingRules(shift=cogview4_shift, grid=cogview4_grid),
+    "CogView4Transformer2DModel": SamplingRules(
+        shift=cogview4_shift, trains_shifted=True, grid=cogview4_grid
+    ),
     "CosmosTransformer3DModel": SamplingRules(
         guide=lambda: extrapolated,
         grid=cosmos_grid,

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_pulse.data.dataset import DataError
+from megatron_pulse.data.dataset import DataError, FieldSpec
+from megatron_pulse.data.latents.layout import LatentLayout, LatentType
+from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.microbatches import make_microbatch
 from megatron_pulse.diffusion.objectives import DiffusionProcess
-from megatron_pulse.diffusion.process_flags import Objective
+from megatron_pulse.diffusion.process_flags import DynamicShift, Objective, TimeShift
 from megatron_pulse.integration.flags.pulse_options import add_pulse_arguments, pulse_options
-from megatron_pulse.integration.training_data import DiffusionData
+from megatron_pulse.integration.training_data import DiffusionData, described, trained_process
 from model_specs import load_backbone
 from tests.data.captioned import captioned_digits
+from tests.tracing.zoo.declared import TINY
 
-Options = dict[str, int]
-GREY: Options = {"sample_size": 8, "in_channels": 1}
-SAME: Options = GREY | {"out_channels": 1}
+Options = Mapping[str, Any]
+GREY = {"sample_size": 8, "in_channels": 1}
+SAME = GREY | {"out_channels": 1}
 
 
 def open_data(name: str, data: str, options: Options) -> DiffusionData:
@@ -89,3 +94,34 @@ def test_the_loss_counts_the_mean_only() -> None:
     sigma = torch.full_like(found["target"], torch.nan)
     prediction = torch.cat([found["target"] + 2, sigma], dim=1)
     assert data.loss(prediction, found).item() == pytest.approx(4)
+
+
+def test_frames_that_are_given_have_no_loss(tmp_path: Path) -> None:
+    shape, sizes = (8, 3, 4, 6), {"frames": 3, "height": 4, "width": 6, "text_length": 6}
+    fields = {"context": FieldSpec((6, 16)), "image_latent": FieldSpec(shape)}
+    layout = LatentLayout(shape, 1, LatentType.FLOAT32, fields)
+    with LatentWriter(tmp_path / "latents", layout) as writer:
+        for _ in range(40):
+            given = {name: torch.randn(spec.shape) for name, spec in fields.items()}
+            writer.add(torch.randn(shape), 0, given)
+        writer.close()
+    options = {**TINY["ltx_known"].config, **sizes, "known_frames": 1}
+    name = "diffusers:LTXVideoTransformer3DModel"
+    data = open_data(name, f"latents:{tmp_path / 'latents'}", options)
+    given = batch(data)
+    prediction = torch.randn_like(given["target"])
+    errors = (prediction - given["target"])[:, :, 1:].square()
+    torch.testing.assert_close(data.loss(prediction, given), errors.mean())
+    expected = errors.flatten(1).mean(1)
+    torch.testing.assert_close(data.sample_losses(prediction, given), expected)
+
+
+def test_cogview4_trains_with_the_shift_of_its_pipeline() -> None:
+    from diffusers.pipelines.cogview4.pipeline_cogview4 import calculate_shift
+
+    chain = load_backbone("diffusers:CogView4Transformer2DModel", TINY["cogview4"].config)
+    shift = DynamicShift(0.25, 0.75, 256, 4096, TimeShift.LINEAR)
+    process = DiffusionProcess(Objective.FLOW, shift=shift)
+    expected = calculate_shift(chain.image_tokens, 256, 0.25, 0.75)
+    assert trained_process(process, chain).shift == pytest.approx(expected)
+    assert f"({expected:.4g} at {chain.image_tokens} tokens)" in described(process, chain)

@@ -59,7 +59,6 @@ def test_clips_and_pictures_train_as_one_process_and_go_on(data: list[str], tmp_
     [
         (["--pulse-resolution", "8"], "are for pictures. Give clips the shapes of the model"),
         (TOO_LONG, "too few"),
-        (["--pulse-motion-bucket", "9"], "the backbone reads no motion"),
     ],
 )
 def test_what_cannot_be(
@@ -69,3 +68,9 @@ def test_what_cannot_be(
     good = [*WAN[:4], *(w for n, v in sizes.items() for w in ("--pulse-option", f"{n}={v}"))]
     faults = refuse(monkeypatch, 1, [*data, *flags], [*good, *BASE, *STEPS])
     assert any(said in fault for fault in faults), faults
+
+
+def test_motion_is_for_what_reads_it(data: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [*data, "--pulse-motion-bucket", "9"]
+    (fault,) = refuse(monkeypatch, 1, flags, [*WAN, *BASE, *STEPS])
+    assert "the backbone reads no motion" in fault

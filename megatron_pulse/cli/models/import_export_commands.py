@@ -176,6 +176,7 @@ def import_published(args: argparse.Namespace) -> list[str]:
     prepare_megatron()
     from megatron_pulse.diffusion.scheduler_import import read_process
     from megatron_pulse.integration.checkpoint.published_weights import import_weights
+    from megatron_pulse.integration.training_data import described
 
     with as_user_error(ValueError):
         read = _open_file if args.source.is_file() else _open_folder
@@ -187,7 +188,7 @@ def import_published(args: argparse.Namespace) -> list[str]:
     count = sum(tensor.numel() for tensor in tensors.values())
     print(
         f"{args.to}: {backbone.name}, {len(tensors)} tensors with {count:,} values\n"
-        f"process: {process.describe(backbone.image_tokens)}" + (f"\n{remark}" if remark else "")
+        f"process: {described(process, backbone)}" + (f"\n{remark}" if remark else "")
     )
     return [*flags_of(backbone, place), *length]
 
