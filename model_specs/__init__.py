@@ -477,8 +477,17 @@ _OF_MODULES = {"UNet2DConditionModel": "encoder_hid_dim"}
 """Setting of a class that its family lacks (Kolors), by class."""
 
 
-def load_published(config: Mapping[str, Any]) -> Backbone:
-    """Build the backbone described by a published ``config.json``.
+def is_traced(config: Mapping[str, Any]) -> bool:
+    """True if the class of a published ``config.json`` is built as a module, not by a family."""
+    wanted = class_of(config)
+    needs = config.get(_OF_MODULES.get(wanted, "")) is not None
+    return needs or wanted not in _published_families() and wanted in CLASSES
+
+
+def load_published(
+    config: Mapping[str, Any], options: Mapping[str, Value] = _NO_OPTIONS
+) -> Backbone:
+    """Build the backbone described by a published ``config.json``; a module with ``options``.
 
     The result's ``kept`` holds settings without effect here, such as ``upcast_attention``, or
     settings written in another form. ``published_form`` writes ``kept`` settings back.
@@ -488,10 +497,15 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
     """
     wanted = class_of(config)
     families = _published_families()
-    is_traced = config.get(_OF_MODULES.get(wanted, "")) is not None
-    if is_traced or wanted not in families and wanted in CLASSES:
-        options, kept = split(wanted, config)
-        return dataclasses.replace(load_backbone(f"{DIFFUSERS}{wanted}", options), kept=kept)
+    if is_traced(config):
+        own, kept = split(wanted, config)
+        backbone = load_backbone(f"{DIFFUSERS}{wanted}", {**own, **options})
+        return dataclasses.replace(backbone, kept=kept)
+    if options:
+        raise ValueError(
+            f"--option is for classes that are built as modules; a {wanted} has a family, whose "
+            "options are given when it is trained"
+        )
     if wanted not in families:
         known = sorted({*families, *CLASSES})
         raise ValueError(f"no family builds {wanted!r}; known classes: {', '.join(known)}")

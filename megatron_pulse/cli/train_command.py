@@ -210,6 +210,8 @@ def import_weights(model: Model, output: Path) -> TrainingStart:
     assert model.weights is not None
     place = _local(model.weights)
     from megatron_pulse.cli.models.import_export_commands import import_published
+    from megatron_pulse.diffusion.published import find_component
+    from model_specs import is_traced, read_published
 
     target = output / _IMPORTED
     print(f"importing {model.weights} into {target}", flush=True)
@@ -218,6 +220,7 @@ def import_weights(model: Model, output: Path) -> TrainingStart:
     if single:
         name = model.module or model.backbone
         words += ["--module" if model.module else "--backbone", name] if name else []
+    if single or is_traced(read_published(find_component(place))):  # families need no size
         for option, value in model.options.items():
             words += ["--option", f"{option}={value}"]
     if model.controlnet is not None:

@@ -112,7 +112,9 @@ def require_known(name: str, options: Mapping[str, Value]) -> None:
     """Raise ValueError for options whose prefix is no chain of ``name``."""
     chains = parts_of(name)
     if lost := [key for key in options if key.partition(".")[0] not in chains or "." not in key]:
+        example = lost[0].rpartition(".")[2]
+        example = "OPTION" if example in chains else example
         raise ValueError(
-            f"{name}: options must begin with a chain name, e.g. {next(iter(chains))}."
-            f"{lost[0].rpartition('.')[2]}; faulty: {', '.join(lost)}"
+            f"{name}: options must begin with a chain name, e.g. {next(iter(chains))}.{example}; "
+            f"faulty: {', '.join(lost)}"
         )

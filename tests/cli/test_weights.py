@@ -168,6 +168,26 @@ def test_tied_weights_come_and_go_under_all_their_names(tmp_path, refused):
         assert all(torch.equal(exported[key], tensor) for key, tensor in state.items())
 
 
+def test_a_traced_class_is_imported_at_the_size_that_is_given(folder, tmp_path, capsys):
+    """Its default has more positions than the module."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
+
+    module = WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
+        freq_dim=32, ffn_dim=48, num_layers=2, rope_max_seq_len=16,
+    )  # fmt: skip
+    module.save_pretrained(tmp_path / "wan/transformer")
+    FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(tmp_path / "wan/scheduler")
+    words = ["import", "--to", str(tmp_path / "checkpoint"), "--from"]
+    wan, frames = str(tmp_path / "wan/transformer"), ["--option", "frames=3"]
+    assert main([*words, wan]) == 2
+    assert main([*words, str(folder), *frames]) == 2
+    assert "--option is for classes that are built as modules" in capsys.readouterr().err
+    size = ["--option", "height=8", "--option", "width=8", "--option", "text_length=6"]
+    assert main([*words, wan, *frames, *size]) == 0
+    assert read_saved_run(tmp_path / "checkpoint").load_backbone().sample_spec.shape == (4, 3, 8, 8)
+
+
 def test_null_classes_are_for_models_with_classes(folder, tmp_path, refused):
     refused(importing(folder, tmp_path, "--null-class"), "has no classes")
 

@@ -117,7 +117,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--to DIR", "new folder, for --pretrained-checkpoint", type=Path, required=True)
     what = parser.add_mutually_exclusive_group()
     add_backbone_flags(what, "for a single file: the backbone that it holds")
-    add_option_flag(parser, "with --backbone or --module: override one of its options")
+    add_option_flag(
+        parser, "override one of the options of a --backbone, a --module or a traced class"
+    )
     add(
         "--config DIR|hf:ID",
         "for an original single file: diffusers folder with its config.json; no weights are read",
@@ -372,7 +374,7 @@ def _open_folder(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tenso
     from model_specs import load_published, read_published
 
     component = find_component(args.source)
-    backbone: Backbone = load_published(read_published(component))
+    backbone: Backbone = load_published(read_published(component), options_of(args))
     tensors: Mapping[str, Tensor] = read_folder(component)
     if args.controlnet is not None:
         from model_specs.controlnet.attach import with_controlnet
@@ -470,10 +472,10 @@ def _check_source(args: argparse.Namespace) -> list[str]:
                 faults.append(f"--{flag.replace('_', '-')} is for a diffusers folder")
     elif not args.source.is_dir():
         faults.append(f"--from {args.source}: there is no such file or folder")
-    elif args.backbone is not None or args.option or args.config is not None:
+    elif args.backbone is not None or args.config is not None:
         faults.append(
-            "--backbone, --module, --option and --config are for single files; a folder's "
-            "config.json names its model"
+            "--backbone, --module and --config are for single files; a folder's config.json names "
+            "its model"
         )
     if args.controlnet is not None:
         from model_specs.controlnet.attach import NEW
