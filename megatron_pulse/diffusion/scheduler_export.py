@@ -42,13 +42,16 @@ _AS_PUBLISHED = (
 """Schedulers that sampling here reproduces, beside EDM's."""
 
 
-def scheduler_of_process(process: DiffusionProcess, clip: bool) -> dict[str, Any]:
+def scheduler_of_process(
+    process: DiffusionProcess, clip: bool, inverted: bool = False
+) -> dict[str, Any]:
     """Configuration of a diffusers scheduler for ``process``.
 
     The base is ``process.scheduler``, with the differing settings replaced. Without a suitable
     base, the result is DDIM (starting from pure noise, Lin et al. 2024), flow matching's Euler, or
     SVD's Euler for EDM.
-    ``clip`` is for pixels in [-1, 1]. The inverse is ``process_of_scheduler``.
+    ``clip`` is for pixels in [-1, 1], ``inverted`` for a class that inverts times itself. The
+    inverse is ``process_of_scheduler``.
     """
     base = _suitable(process)
     if process.objective == Objective.FLOW:
@@ -77,6 +80,8 @@ def scheduler_of_process(process: DiffusionProcess, clip: bool) -> dict[str, Any
 
     config = {**base, **wanted, "_diffusers_version": diffusers.__version__}
     config.pop(OURS, None)
+    if inverted and process.objective == Objective.FLOW:
+        config["invert_sigmas"] = True
     drawn = {name: getattr(process, name) for name in ("density", "logit_mean", "logit_std")}
     usual = {"logit_mean": 0.0, "logit_std": 1.0, **drawn_times(process.objective)}
     if not process.objective.has_betas and drawn != usual:

@@ -52,7 +52,7 @@ _REFUSED = {
     "SCM": "the model is distilled to few steps; no objective continues that",
 }
 type _Reader = Callable[[Mapping[str, Any], ProcessChoice, list[str]], dict[str, Any]]
-_INVERTED = ("MochiTransformer3DModel", "OmniGenTransformer2DModel")
+INVERTED = ("MochiTransformer3DModel", "OmniGenTransformer2DModel")
 _OLD_KEYS = {"tensor_format", "clip_sample", "skip_prk_steps", "set_alpha_to_one", "sigma_data"}
 # Leftovers of another class, harmless only with these values.
 _NEUTRAL = {
@@ -164,7 +164,7 @@ def _is_inverted(place: Path) -> bool:
     """True of weights whose class takes times from the sample to the noise."""
     if not (place / "config.json").is_file():
         return False
-    return read_json(place / "config.json", FileKind.MODEL).get("_class_name") in _INVERTED
+    return read_json(place / "config.json", FileKind.MODEL).get("_class_name") in INVERTED
 
 
 def _as_pipeline_loads(path: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:

@@ -4,6 +4,7 @@ import ast
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import diffusers
@@ -342,6 +343,10 @@ def test_times_that_are_shares_stay_so():
     assert scheduler_of_process(process, clip=False) == config
     with pytest.raises(PublishedError, match="invert_sigmas"):
         process_of_scheduler(config)
+    chosen = DiffusionProcess(Objective.FLOW, shift=3.0)
+    made = scheduler_of_process(chosen, clip=False, inverted=True)
+    assert made["invert_sigmas"]
+    assert replace(process_of_scheduler(made, inverted=True), scheduler={}) == chosen
 
 
 def test_diffusers_passes_over_our_own_key(caplog):

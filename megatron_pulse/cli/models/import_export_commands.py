@@ -220,6 +220,7 @@ def run_export(args: argparse.Namespace) -> None:
     from megatron_pulse.backbone.published_weights import PublishedError
     from megatron_pulse.diffusion.published import write_folder, write_state_dict
     from megatron_pulse.diffusion.scheduler_export import scheduler_of_process
+    from megatron_pulse.diffusion.scheduler_import import INVERTED
     from megatron_pulse.diffusion.single_file import OriginalLayout
     from megatron_pulse.encoders.pipeline_export import write_pipeline
     from megatron_pulse.integration.checkpoint.published_weights import export_weights, load_whole
@@ -248,7 +249,8 @@ def run_export(args: argparse.Namespace) -> None:
     }
     if beyond := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise PublishedError(f"weights that {args.dtype} cannot hold", beyond)
-    scheduler = scheduler_of_process(saved.process, makes_pixels(saved.arguments))
+    inverted = published.class_name in INVERTED
+    scheduler = scheduler_of_process(saved.process, makes_pixels(saved.arguments), inverted)
     if published.library == "diffusers" and args.to.suffix in (".pth", ".pt"):
         raise UserError(f"--to {args.to}: an original single file is a .safetensors")
     if published.library != "diffusers" and args.to.suffix not in _FILES:
@@ -335,7 +337,9 @@ def _export_adapter(
         f"{args.dtype}, {'raw' if args.raw else 'averaged'} weights, in the format of {kind}"
     )
     if kind == "diffusers":
-        print(f"load it with load_lora_weights('{args.to}') of a diffusers pipeline, or in ComfyUI")
+        is_second = published.class_name.startswith("Wan") and saved.process.max_time < 1
+        call = f"load_lora_weights('{args.to}'{', load_into_transformer_2=True' * is_second})"
+        print(f"load it with {call} of a diffusers pipeline, or in ComfyUI")
     _push(args)
 
 
