@@ -153,10 +153,14 @@ def test_waiting_weight_gradients_are_measured_as_the_runtime_leaves_them() -> N
     profile = measure(backbone, (1, 3), patience=BRIEF, running=replace(RUNNING, leaving=leaving))
     assert len(left) >= 2 * len(backbone.layers) and "split backwards" in profile.method
     for layers in profile.times.values():
-        embed, first, tanh, mlp, scale, add = layers
+        _, _, tanh, mlp, _, _ = layers
         assert all(layer.split_forward_s > 0 for layer in layers)
         assert tanh.split_input_grad_s > 0 and mlp.split_input_grad_s > 0
-        assert mlp.split_weight_grad_s > tanh.split_weight_grad_s
+    least = [min(each) for each in zip(
+        *([layer.split_weight_grad_s for layer in layers] for layers in profile.times.values()),
+        strict=True,
+    )]  # fmt: skip
+    assert least[3] > least[2], "an mlp has weights, tanh has none; one time may be disturbed"
     assert all(p.grad is None for module in left for p in module.parameters())
     for layers in measured(backbone).times.values():
         assert all(layer.parts_s(True) == layer.parts_s(False) for layer in layers)
