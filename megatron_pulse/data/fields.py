@@ -46,6 +46,7 @@ from megatron_pulse.backbone.appended_fields import (
     SEEN_FRAME,
     TIME_IDS,
 )
+from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.shape_buckets import PATCH_CORNER
 from megatron_pulse.data.captions import Encoded, Tokenizes
 from megatron_pulse.data.dataset import (
@@ -221,6 +222,18 @@ _BESIDE = (
 def _needs_files(name: str) -> bool:
     """True of a field that neither encoders nor folders of pictures give."""
     return not is_text(name) and name not in {CONDITIONING, FRAME_NOISE, *APPENDED, *SEEN_FRAME}
+
+
+def fields_of_samples(backbone: Backbone) -> dict[str, FieldSpec]:
+    """Fields that ``backbone`` reads of every sample of its first shape, beside its label.
+
+    Masks of ``bool`` are int64, as data hold them.
+    """
+    return {
+        name: FieldSpec(spec.shape, "int64" if spec.dtype == "bool" else spec.dtype)
+        for name, spec in backbone.batch_fields.items()
+        if name not in ("timesteps", "labels")
+    }
 
 
 class Fitted(Derived):

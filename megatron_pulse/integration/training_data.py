@@ -23,8 +23,8 @@ from megatron_pulse.data.buckets import BucketSampler, buckets_of
 from megatron_pulse.data.build import InpaintMasks, no_data_named, open_buckets, unvaried
 from megatron_pulse.data.captions import cut_short
 from megatron_pulse.data.data_record import DataRecord, record_of
-from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
-from megatron_pulse.data.fields import WantedFields
+from megatron_pulse.data.dataset import DataError, DiffusionDataset
+from megatron_pulse.data.fields import WantedFields, fields_of_samples
 from megatron_pulse.data.images.inpainting import reads_masks
 from megatron_pulse.data.images.survey import require_readable, require_white, surveys
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
@@ -84,7 +84,7 @@ def _are_pixels(data: str | None, encoders: str | None) -> bool:
 def wanted_by(backbone: Backbone) -> WantedFields:
     """Fields that ``backbone`` reads of every sample of its first shape, for the data readers.
 
-    Masks of ``bool`` come as int64, as data hold them; the caller of the chain converts them.
+    The caller of the chain converts masks (``fields_of_samples``).
     Stored text must consist of the encoder states that the backbone's family reads.
     """
     recipe = None
@@ -92,11 +92,7 @@ def wanted_by(backbone: Backbone) -> WantedFields:
         recipe = text_recipe(backbone.name, backbone)
     return WantedFields(
         shape=backbone.sample_spec.shape,
-        fields={
-            name: FieldSpec(spec.shape, "int64" if spec.dtype == "bool" else spec.dtype)
-            for name, spec in backbone.batch_fields.items()
-            if name not in ("timesteps", "labels")
-        },
+        fields=fields_of_samples(backbone),
         num_classes=backbone.num_classes,
         class_option=class_option(backbone.record),
         made_by={} if recipe is None else {name: recipe.told(name) for name in recipe.fields},

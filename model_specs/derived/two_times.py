@@ -14,11 +14,18 @@ from typing import Any
 
 def with_given_frames(num_frames: int) -> Callable[[Any], Callable[..., Any]]:
     """Wrapper of ``WanTransformer3DModel`` whose first frames are those of ``image_latent``."""
+    return _wrapper("blocks", _block, _forward, num_frames)
+
+
+def _wrapper(
+    blocks: str, of_block: Callable[..., Any], forward: Callable[..., Any], num_frames: int
+) -> Callable[[Any], Callable[..., Any]]:
+    """Wrapper that runs a module's ``blocks`` by ``of_block``, and the whole by ``forward``."""
 
     def around(module: Any) -> Callable[..., Any]:
-        for block in module.blocks:
-            block.forward = functools.partial(_block, block)
-        return functools.partial(_forward, module, num_frames)
+        for block in getattr(module, blocks):
+            block.forward = functools.partial(of_block, block)
+        return functools.partial(forward, module, num_frames)
 
     return around
 
@@ -84,13 +91,7 @@ def ltx_with_given_frames(num_frames: int) -> Callable[[Any], Callable[..., Any]
 
     Unlike the class it takes and returns latents.
     """
-
-    def around(module: Any) -> Callable[..., Any]:
-        for block in module.transformer_blocks:
-            block.forward = functools.partial(_ltx_block, block)
-        return functools.partial(_ltx_forward, module, num_frames)
-
-    return around
+    return _wrapper("transformer_blocks", _ltx_block, _ltx_forward, num_frames)
 
 
 def _ltx_forward(

@@ -268,20 +268,26 @@ def test_first_frames_are_seen_as_by_the_pipelines(field: str, tmp_path: Path) -
     assert torch.equal(made, theirs[0])
 
 
+def writing_captioned_clips(root: Path, below: str = "") -> list[str]:
+    """Command that writes the latents of two clips made in ``root``, by a pipeline there."""
+    pytest.importorskip("av")
+    folder = make_pipeline(root / "wan", "umt5")
+    make("wan", folder / "vae")
+    for i in range(2):
+        write_film(root / f"clips/{below}{i}.mkv", 9, size=(32, 32))
+        (root / f"clips/{below}{i}.txt").write_text("a red bird")
+    films = ["--from", f"videos:{root / 'clips'}", "--image-size", "32", "--frames", "9"]
+    return ["data", "write-latents", *films, "--dtype", "fp32", "--encoders", str(folder)]
+
+
 def test_clips_become_latents_with_states_of_their_first_frames(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All that Wan 2.1 reads to continue a picture."""
-    pytest.importorskip("av")
     monkeypatch.setenv("PULSE_CACHE_DIR", str(tmp_path / "cache"))
-    folder = make_pipeline(tmp_path / "wan", "umt5")
-    make("wan", folder / "vae")
+    write = [*writing_captioned_clips(tmp_path), *BACKBONE]
+    folder = tmp_path / "wan"
     make_seeing(folder, CLIP_STATES)
-    for i in range(2):
-        write_film(tmp_path / f"clips/{i}.mkv", 9, size=(32, 32))
-        (tmp_path / f"clips/{i}.txt").write_text("a red bird")
-    write = ["data", "write-latents", "--from", f"videos:{tmp_path / 'clips'}", "--dtype", "fp32"]
-    write += ["--encoders", str(folder), "--image-size", "32", "--frames", "9", *BACKBONE]
     write += options(frames=3, height=4, width=4, added_kv_proj_dim=24)
     out = ["-o", str(tmp_path / "latents")]
     assert main([*write, "--option", "image_dim=16", *out]) == 2
@@ -301,15 +307,8 @@ def test_tensors_beside_clips_become_fields(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """VACE's control, which no encoder makes; training says where it would come from."""
-    pytest.importorskip("av")
     monkeypatch.setenv("PULSE_CACHE_DIR", str(tmp_path / "cache"))
-    folder = make_pipeline(tmp_path / "wan", "umt5")
-    make("wan", folder / "vae")
-    for i in range(2):
-        write_film(tmp_path / f"clips/a/{i}.mkv", 9, size=(32, 32))
-        (tmp_path / f"clips/a/{i}.txt").write_text("a red bird")
-    write = ["data", "write-latents", "--from", f"videos:{tmp_path / 'clips'}", "--dtype", "fp32"]
-    write += ["--encoders", str(folder), "--image-size", "32", "--frames", "9"]
+    write = writing_captioned_clips(tmp_path, "a/")
     write += ["--backbone", "diffusers:WanVACETransformer3DModel"]
     vace = {"in_channels": 4, "num_layers": 2, "vace_layers": "0,1", "vace_in_channels": 6}
     write += options(frames=3, height=4, width=4, **vace)

@@ -37,7 +37,7 @@ pytest.importorskip("av")
 EDM = chosen_process(ProcessChoice(objective="edm"))
 STEPS = ["--global-batch-size", "4", "--train-iters", "2"]
 WHOLE = ["--pulse-class-dropout", "0"]
-"""Of a run that drops no first frame."""
+"""Flags of a run that drops no first frame."""
 
 
 @dataclass(frozen=True)

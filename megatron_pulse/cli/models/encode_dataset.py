@@ -31,7 +31,13 @@ from megatron_pulse.data.build import DataName, InpaintMasks, open_by_shape, ope
 from megatron_pulse.data.captions import Encoded, EncodedWithPictures, cut_short
 from megatron_pulse.data.dataset import LATENT, FieldSpec, Variation
 from megatron_pulse.data.field_files import FIELDS, FieldFiles
-from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, WantedFields, framing_field
+from megatron_pulse.data.fields import (
+    FRAMING,
+    FRAMING_SPEC,
+    WantedFields,
+    fields_of_samples,
+    framing_field,
+)
 from megatron_pulse.data.images.appended_pictures import (
     APPENDED_PICTURES,
     ENCODED,
@@ -214,6 +220,15 @@ def _checked_store(
     Nothing is written before it is called.
     """
     seen = None if backbone is None else seen_frame(backbone.batch_fields)
+    faults = []
+    if args.frame_noise is not None and seen != IMAGE_EMBEDDING:
+        faults.append(
+            "--frame-noise is for a --backbone that reads the first frame's embedding (SVD)"
+        )
+    moves = backbone is not None and TIME_IDS in backbone.batch_fields
+    if args.motion_bucket != ClipChoice().motion_bucket and not moves:
+        faults.append("--motion-bucket is for a --backbone that reads motion (SVD)")
+    require(faults)
     if args.encoders is not None and not dataset.has_captions and seen is None:
         require([f"--encoders: {args.source} has no captions; give only --vae"])
     if dataset.has_captions and args.encoders is None and text_states is None and not place.rank:
@@ -247,15 +262,6 @@ def _checked_store(
         shape_seen = backbone.batch_fields[seen].shape
         image_encoder = _open_image_encoder(args, open_image_encoder, seen, shape_seen)
         made_by[seen] = image_encoder.made_by()
-    faults = []
-    if args.frame_noise is not None and seen != IMAGE_EMBEDDING:
-        faults.append(
-            "--frame-noise is for a --backbone that reads the first frame's embedding (SVD)"
-        )
-    moves = backbone is not None and TIME_IDS in backbone.batch_fields
-    if args.motion_bucket != ClipChoice().motion_bucket and not moves:
-        faults.append("--motion-bucket is for a --backbone that reads motion (SVD)")
-    require(faults)
     layout = LatentLayout(
         shape=shape,
         num_classes=dataset.num_classes,
@@ -366,13 +372,8 @@ def _with_field_files(
     root = Path(DataName.of(args.source).path).absolute()  # "." is nameless
     if not root.is_dir() or not others_of(root, FIELDS).is_dir():
         return dataset
-    read = {
-        name: FieldSpec(spec.shape, "int64" if spec.dtype in ("int64", "bool") else spec.dtype)
-        for name, spec in backbone.batch_fields.items()
-        if name not in ("timesteps", "labels")
-    }
     made = {*texts, *dataset.fields, *FIRST_FRAME}
-    return FieldFiles(dataset, root, read, made)
+    return FieldFiles(dataset, root, fields_of_samples(backbone), made)
 
 
 def _open_image_encoder(
